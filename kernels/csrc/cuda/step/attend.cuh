@@ -32,7 +32,7 @@ template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
-  const int workers = workers_of(c.a), of_split = workers * TILE_POSITIONS;
+  const int workers = workers_of(c.a), of_split = min(workers, 8) * TILE_POSITIONS;
   const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
   const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % most;
   Item* to = const_cast<Item*>(c.items());
@@ -353,8 +353,8 @@ struct Attention {
           }
           const float2 own = CODES && !stored ? load_shared_float2(newest(c) + 2 * ROW) : these;
           attention.add(keys, values, stored ? tile % TILES : 0,
-                        c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own, stored ? those : own,
-                        fresh);
+                        c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own,
+                        stored ? those : own, fresh);
           if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
           uint32_t loaded = 0;

@@ -18,6 +18,7 @@ struct Sums {
   using RowScales = typename Base::RowScales;
   static constexpr int TOKENS = Base::TOKENS;
   static constexpr bool EXACT = Base::EXACT, GROUPS = Base::OF_K_TILES;
+  static constexpr bool ZEROS = SCALE == gemm_decode::PER_K_TILE;  // one of every row and k tile
 
   // Codes of row blocks 0 to j as an A register: a mask less than one for each block, and their products' differences
   // are those of a block.
@@ -79,15 +80,18 @@ struct Sums {
   __device__ __forceinline__ void scale(const int (&c)[4][4], int e, float2 s, const RowScales& rows, float zero) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float zero_sum = GROUPS ? zero * s.y : 0.f;
-      const auto of = [&](int j, int i) { return __uint_as_float(static_cast<uint32_t>(j < 0 ? FLOAT_ZERO : c[j][i])); };
+      float zero_sum = GROUPS ? (ZEROS ? s.y : zero * s.y) : 0.f;
+      const auto of = [&](int j, int i) {
+        return __uint_as_float(static_cast<uint32_t>(j < 0 ? FLOAT_ZERO : c[j][i]));
+      };
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const auto own = [&](int i) { return of(j, i) - of(j - 1, i); };
         auto& to = sum[j][h][e];
         if constexpr (GROUPS) {
           const float v = LIMBS == 2 ? fmaf(own(2 * h), 256.f, own(2 * h + 1)) : own(2 * h + e);
-          to += Base::half_of(rows.scales, j, h) * (s.x * v - zero_sum);
+          const float row_zero = ZEROS ? Base::half_of(rows.zeros, j, h) : 1.f;
+          to += Base::half_of(rows.scales, j, h) * (s.x * v - row_zero * zero_sum);
         } else if constexpr (LIMBS == 2) {
           to = fmaf(256.f * s.x, own(2 * h), fmaf(s.x, own(2 * h + 1), to));
         } else {
@@ -181,18 +185,19 @@ struct Multiplier {
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
     const auto over_parts = [&](int v) { return v * g.of_parts >> 16; };
-    const int group = over_parts(c.warp()), part = c.warp() - group * g.parts, parts = c.cluster() * g.parts;
+    const int group = over_parts(c.warp()), part = c.warp() - group * g.sharing.parts,
+              parts = c.cluster() * g.sharing.parts;
     const int k_first = over_parts(g.k_tiles * part), k_last = over_parts(g.k_tiles * (part + 1));
     const uint32_t limbs0 = c.shared + c.a.at.limbs + buffer * c.a.at.limb_buffer + (lane / 4 & (columns - 1)) * 64 +
                             lane % 4 * 16 + k_first * K_TILE * columns;
     const uint32_t scales0 = c.shared + c.a.at.scales + buffer * c.a.at.scale_buffer + k_first * rows * 8;
-    const uint32_t slots0 =
-        c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer + ((c.rank() * g.parts + part) << c.a.tokens_log) * 256;
+    const uint32_t slots0 = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer +
+                            ((c.rank() * g.sharing.parts + part) << c.a.tokens_log) * 256;
     const float zero = weight.zero;
-    const int tile_step = over_parts(WARPS);
+    const int tile_step = g.sharing.at_once;
     // Two arrivals for each k tile of a chunk; the last chunk of an n tile may have fewer.
     const int missing = k_last == g.k_tiles ? g.tile_chunks * CHUNK_K_TILES - g.k_tiles : 0;
-    int tile = group < tile_step ? group : g.tiles;  // some warps have none, where parts do not divide them
+    int tile = group < tile_step ? group : g.tiles;  // some warps have none
     Ring first = c.ring;
     c.move(first, tile * g.tile_chunks + k_first / CHUNK_K_TILES);
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
@@ -204,13 +209,17 @@ struct Multiplier {
       S sums;
       sums.clear();
       uint32_t limbs = limbs0, scale = scales0;
-      const uint16_t* row_words = nullptr;
+      // Of GROUPS, scales and zero points of the next k tile, on their way while one is multiplied.
+      int64_t group =
+          static_cast<int64_t>(g.k_first + k_first) * weight.n + n_tile_of(g, product, tile) * N_TILE + lane / 4 * 8;
       typename S::RowScales row_scales{};
-      if constexpr (S::GROUPS) {
-        row_words = weight.scales + static_cast<int64_t>(g.k_first + k_first) * weight.n +
-                    n_tile_of(g, product, tile) * N_TILE + lane / 4 * 8;
-        if (k_first < k_last) row_scales.scales = __ldg(reinterpret_cast<const uint4*>(row_words));
-      }
+      const auto next_rows = [&](bool wanted) {
+        if (!wanted) return;
+        row_scales.scales = __ldg(reinterpret_cast<const uint4*>(weight.scales + group));
+        if constexpr (S::ZEROS) row_scales.zeros = __ldg(reinterpret_cast<const uint4*>(weight.zeros + group));
+        group += weight.n;
+      };
+      if constexpr (S::GROUPS) next_rows(k_first < k_last);
       Ring at = first;
 #pragma unroll 1
       for (int k = k_first; k < k_last;) {
@@ -220,10 +229,7 @@ struct Multiplier {
 #pragma unroll 1
         for (; k < end; k++) {
           const typename S::RowScales these = row_scales;
-          if constexpr (S::GROUPS) {
-            row_words += weight.n;
-            if (k + 1 < k_last) row_scales.scales = __ldg(reinterpret_cast<const uint4*>(row_words));
-          }
+          if constexpr (S::GROUPS) next_rows(k + 1 < k_last);
           sums.add(words, limbs, columns * 64, scale, rows, these, zero);
           words += WORD_TILE_BYTES, limbs += K_TILE * columns, scale += rows * 8;
         }

@@ -34,12 +34,18 @@ constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
 
+// How warps share a product.
+struct Sharing {
+  int parts, at_once;  // warps that share an n tile; n tiles that are multiplied at once
+};
+
 // What a CTA has of a product, the same in all layers: made once, since integer divisions take long where they matter.
 struct Geometry {
   int first, units, local;  // this cluster's first unit and how many; those that this CTA finishes
   int k_first, k_tiles, all_k_tiles;  // this CTA's first k tile, and how many; the product's
   int tiles, tile_chunks;  // n tiles of this cluster; chunks of one
-  int parts, of_parts;  // warps that share an n tile; 2^16 / parts, rounded up
+  Sharing sharing;
+  int of_parts;  // 2^16 / sharing.parts, rounded up
   int n_tiles;  // of the product
 };
 
@@ -106,7 +112,7 @@ struct StepArgs {
       *gated, *gated_headers;
   int tokens_log;  // of rows, a power of two
   int cluster_log;
-  int parts[PRODUCTS];
+  Sharing sharing[PRODUCTS];
   int group;  // query heads of a key head
   int head_words_log;  // of four floats
   float key_heads_of_head;  // 1 / group

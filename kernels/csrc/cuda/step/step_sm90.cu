@@ -16,7 +16,7 @@ namespace {
 
 // Everything that this CTA reads of weights and caches, in the order in which it is needed: a warp brings every
 // STREAMS-th chunk, since asking for one takes as long as a chunk takes to come.
-template <int HD, int ELEMENT>
+template <int HD, int ELEMENT, bool GROUPS>
 struct Stream {
   const Cta& c;
   const uint64_t once = evict_first_policy();
@@ -47,14 +47,22 @@ struct Stream {
     if (norm != nullptr)
       for (int line = c.lane(); line < g.k_tiles * K_TILE / OF_LINE; line += 32)
         prefetch_l2(norm + g.k_first * K_TILE + line * OF_LINE);
-    if (c.a.s.group_size == -1 && c.lane() < g.tiles)
-      prefetch_l2((&layer.qkv)[which].scales + n_tile_of(g, which, c.lane()) * N_TILE);
+    if (!GROUPS && c.lane() < g.tiles) prefetch_l2((&layer.qkv)[which].scales + n_tile_of(g, which, c.lane()) * N_TILE);
+  }
+
+  // Scales and zero points of groups, of so many k tiles.
+  __device__ __forceinline__ void prefetch_groups(const trirun_int2& weight, int n_tile, int k_tile, int count) const {
+    if (!GROUPS || c.lane() >= count) return;
+    const int64_t at = (k_tile + c.lane()) * weight.n + n_tile * N_TILE;
+    prefetch_l2(weight.scales + at);
+    if (weight.zeros != nullptr) prefetch_l2(weight.zeros + at);
   }
 
   __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
     const Geometry& g = c.geometry(which);
     const int tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
-    const auto* words = reinterpret_cast<const uint8_t*>((&layer.qkv)[which].words);
+    const trirun_int2& weight = (&layer.qkv)[which];
+    const auto* words = reinterpret_cast<const uint8_t*>(weight.words);
     if (c.warp() == WARPS + FINISHERS) prefetch(layer, which);
     int tile = 0, chunk = next;
 #pragma unroll 1
@@ -66,6 +74,7 @@ struct Stream {
       const uint32_t bytes = min(CHUNK_K_TILES, k_tiles - k_tile) * WORD_TILE_BYTES;
       announce(bytes);
       if (c.lane() == 0) copy(0, words + at * WORD_TILE_BYTES, bytes);
+      prefetch_groups(weight, n_tile_of(g, which, tile), g.k_first + k_tile, min(CHUNK_K_TILES, k_tiles - k_tile));
       filled.advance(c.a.at.stages, STREAMS);
     }
     next = chunk;
@@ -138,12 +147,13 @@ __device__ __forceinline__ void plan_product(const Cta& c, int product) {
   g.k_tiles = (g.all_k_tiles * (rank + 1) >> cluster_log) - g.k_first;
   g.tiles = g.units * tiles_of_unit(product);
   g.tile_chunks = ceil_div(g.k_tiles, CHUNK_K_TILES);
-  g.parts = c.a.parts[product], g.of_parts = ceil_div(1 << 16, g.parts), g.n_tiles = n_tiles_of(s, product);
+  g.sharing = c.a.sharing[product], g.of_parts = ceil_div(1 << 16, g.sharing.parts), g.n_tiles = n_tiles_of(s, product);
   c.at<Geometry>(c.a.at.plan)[product] = g;
 }
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
+  constexpr bool GROUPS = SCALE != gemm_decode::PER_CHANNEL;
   const trirun_cuda_step& s = a.s;
   Cta c(a);
   const int warp = c.warp();
@@ -181,7 +191,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     }
   } else {
     if (warp < WARPS + FINISHERS) {
-      Finisher<LIMBS, SCALE == gemm_decode::PER_K_TILE_PLAIN> finisher(c);
+      Finisher<LIMBS, GROUPS> finisher(c);
       finisher.begin();
 #pragma unroll 1
       for (int phase = 0; phase < phases; phase++) {
@@ -190,7 +200,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       }
       finisher.end();
     } else {
-      Stream<HD, ELEMENT>(c, warp - WARPS - FINISHERS).run();
+      Stream<HD, ELEMENT, GROUPS>(c, warp - WARPS - FINISHERS).run();
     }
     __syncwarp();
   }
@@ -222,12 +232,13 @@ Kernel of_elements(const trirun_cuda_step& s) {
 }
 
 Kernel kernel_of(const trirun_cuda_step& s) {
-  if (s.real_zeros) return nullptr;
-  const bool groups = s.group_size == 128;
-  if (s.act_bits == TRIRUN_ACT8) return s.group_size == -1 ? of_elements<1, gemm_decode::PER_CHANNEL>(s) : nullptr;
-  if (s.m > 4) return nullptr;
-  if (groups) return of_elements<2, gemm_decode::PER_K_TILE_PLAIN>(s);
-  return s.group_size == -1 ? of_elements<2, gemm_decode::PER_CHANNEL>(s) : nullptr;
+  using namespace gemm_decode;
+  if (s.group_size == -1 && !s.real_zeros) {
+    if (s.act_bits == TRIRUN_ACT8) return of_elements<1, PER_CHANNEL>(s);
+    return s.m <= 4 ? of_elements<2, PER_CHANNEL>(s) : nullptr;
+  }
+  if (s.group_size != K_TILE || s.act_bits == TRIRUN_ACT8 || s.m > 4) return nullptr;
+  return s.real_zeros ? of_elements<2, PER_K_TILE>(s) : of_elements<2, PER_K_TILE_PLAIN>(s);
 }
 
 int rounded(int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
@@ -271,26 +282,28 @@ int slot_bytes(const trirun_cuda_step& s, int product, int parts) {
   return local_of(s, product) * tiles_of_unit(product) * s.cluster * parts * static_cast<int>(s.m) * 256;
 }
 
-// How many warps share an n tile, and what that costs in cycles: a k tile takes its instructions' time where four warps
-// share a scheduler, and what they wait for each other where one has it; every n tile has a beginning and an end, and
-// sums have to be added (kernels/LOG.md). None where there is no room for the sums, or where a warp's next n tile could
-// be a ring of `chunks` ahead.
+// How many warps share an n tile, how many n tiles are multiplied at once, and what that costs in cycles: a k tile takes
+// its instructions' time where four warps share a scheduler, and what they wait for each other where one has it; every n
+// tile has a beginning and an end, and sums have to be added (kernels/LOG.md). None where there is no room for the sums,
+// or where a warp's next n tile could be a ring of `chunks` ahead.
 struct ProductParts {
-  int parts = 0, cost = 1 << 24;
+  Sharing sharing;
+  int cost = 1 << 24;
 };
 ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
   constexpr int ISSUED = 233, WAITED = 600, ENDS = 500, ADDED = 20, SCHEDULERS = 4;
   const int tiles = units_of(s, product) * tiles_of_unit(product), depth = depth_of(s, product);
   ProductParts best;
   for (int parts = 1; parts <= WARPS; parts++) {
-    const int at_once = WARPS / parts;
+    // No more at once than the same number of rounds takes: their weights have to be in the ring.
+    const int rounds = ceil_div(tiles, WARPS / parts), at_once = ceil_div(tiles, rounds);
     if (slot_bytes(s, product, parts) > slots || at_once * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
     int cost = s.cluster * parts * ADDED;
     for (int left = tiles; left > 0; left -= at_once) {
       const int warps = std::min(left, at_once) * parts;
       cost += ceil_div(depth, parts) * std::max(WAITED, ISSUED * ceil_div(warps, SCHEDULERS)) + ENDS;
     }
-    if (cost < best.cost) best = {parts, cost};
+    if (cost < best.cost) best = {{parts, at_once}, cost};
   }
   return best;
 }
@@ -300,8 +313,9 @@ int part_bytes(const trirun_cuda_step& s) {
   return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * part_floats(s.head_dim) * 4;
 }
 
-// Where everything lies, with so many bytes for the sums of a product, and so many warps that attend.
-Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
+// Where everything lies, with so many bytes for the sums of q | k | v and gate | up, for those of o and down, and so many
+// warps that attend.
+Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attending) {
   const int rows = static_cast<int>(s.m), limbs = s.act_bits / 8, hidden = depth_of(s, QKV);
   const int second = std::max(depth_of(s, O), depth_of(s, DOWN));
   Memory at{};
@@ -312,7 +326,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
     return start;
   };
   at.slot_buffer = std::max(rounded(slots), rounded(attending * part_bytes(s)));
-  at.slots = at.attention = take(at.slot_buffer + rounded(slots));
+  at.slots = at.attention = take(at.slot_buffer + rounded(other_slots));
   at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
   at.heads = take(std::max(second * K_TILE * rows * limbs, WARPS * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
@@ -327,36 +341,43 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
   at.barriers = take(BARRIERS);
   at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
-  for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads,
-                      &at.parked, &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
+  for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
+                      &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;
 }
 
+// Bytes for sums that are tried.
+constexpr int FEWEST_SLOTS = 2048, MOST_SLOTS = 98304;
+int more_slots(int slots) { return slots < 16384 ? slots + 2048 : slots < 32768 ? slots + 4096 : slots + 8192; }
+
 // The same, room for sums, for parts of attention and for the ring weighed against each other; of no stages where it
 // does not fit.
-Memory memory_of(const trirun_cuda_step& s, int (&parts)[PRODUCTS], int& attending_log) {
+Memory memory_of(const trirun_cuda_step& s, Sharing (&sharing)[PRODUCTS], int& attending_log) {
   const int row_bytes = s.head_dim * (s.int8_cache ? 1 : 2),
             heads_log = groups_log_of(static_cast<int>(s.heads / s.kv_heads));
   const int tiles = std::min(CHUNK_BYTES / (2 * row_bytes), decoder::PAGE) / 16;  // of a chunk of keys
   Memory best{};
   int least = 1 << 24;
-  for (int attending = 3 + heads_log; attending >= 1 + heads_log; attending--)
-    for (int slots = 2048; slots <= 49152; slots += 2048) {
-      const Memory at = lay_out(s, slots, 1 << attending);
-      const int chunks = at.stages - s.in_flight;
-      // No warp's next keys may be a ring ahead.
-      if (chunks < std::max(ceil_div(1 << (attending - heads_log), tiles), 4)) continue;
-      int cost = 16384 >> (attending - heads_log), all[PRODUCTS];  // of 128 positions: 2,000 cycles a tile
-      for (int product = QKV; product < PRODUCTS; product++) {
-        const ProductParts of_product = parts_of(s, product, slots, chunks);
-        cost += of_product.cost, all[product] = of_product.parts;
+  const int most = s.heads == s.kv_heads ? 3 : 4;  // one query head a key: more parts to add than it is worth
+  for (int attending = most; attending >= 1 + heads_log; attending--)
+    for (int slots = FEWEST_SLOTS; slots <= MOST_SLOTS; slots = more_slots(slots))
+      for (int other = FEWEST_SLOTS; other <= MOST_SLOTS; other = more_slots(other)) {
+        const Memory at = lay_out(s, slots, other, 1 << attending);
+        const int chunks = at.stages - s.in_flight;
+        // No warp's next keys may be a ring ahead.
+        if (chunks < std::max(ceil_div(1 << (attending - heads_log), tiles), 4)) break;
+        int cost = 16384 >> (attending - heads_log);  // of 128 positions: 2,000 cycles a tile
+        Sharing all[PRODUCTS];
+        for (int product = QKV; product < PRODUCTS; product++) {
+          const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);
+          cost += of_product.cost, all[product] = of_product.sharing;
+        }
+        if (cost >= least) continue;
+        best = at, least = cost, attending_log = attending;
+        std::copy(all, all + PRODUCTS, sharing);
       }
-      if (cost >= least) continue;
-      best = at, least = cost, attending_log = attending;
-      std::copy(all, all + PRODUCTS, parts);
-    }
   return best;
 }
 
@@ -389,8 +410,9 @@ struct Messages {
 extern "C" size_t trirun_cuda_step_messages(const trirun_cuda_step* s) {
   using namespace trirun::step;
   if (s == nullptr || check_sizes(*s)) return 0;
-  int parts[PRODUCTS], attending_log;
-  return memory_of(*s, parts, attending_log).stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
+  Sharing sharing[PRODUCTS];
+  int attending_log;
+  return memory_of(*s, sharing, attending_log).stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
 }
 
 extern "C" int trirun_cuda_step_ctas(const trirun_cuda_step* s) {
@@ -416,7 +438,7 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   if (facts.arch != 90) return TRIRUN_UNSUPPORTED;
   if (s->ctas > facts.sms) return TRIRUN_BAD_SHAPE;
   StepArgs args{};
-  args.s = *s, args.at = memory_of(*s, args.parts, args.attending_log);
+  args.s = *s, args.at = memory_of(*s, args.sharing, args.attending_log);
   if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);

@@ -24,7 +24,9 @@ from .division import divide, splits_of
 
 # Of a step: as many as were faster than the chain of kernels (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2, 4)
-CHUNKS_IN_FLIGHT = 4  # of 8 KiB a CTA: more of them make messages wait
+# Pairs of a row and a key head, of several rows: of more, attention takes so long that the chain is as fast.
+MOST_PAIRS = 64
+CHUNKS_IN_FLIGHT = (4, 2)  # of 8 KiB a CTA: more of them make messages wait; two where there is no room for four
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
 MAX_SPLITS, MAX_ITEMS, MAX_LAYERS = 32, 8, 96  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
@@ -106,10 +108,10 @@ def _weights_refusal(layers: Sequence[CudaLayer], act_bits: int) -> str | None:
     if len(specs) != 1:
         return "weights of different grids"
     ((group_size, plain),) = specs
-    if not plain:
-        return "zero points of every group"
     if group_size not in (-1, 128):
         return f"groups of {group_size}"
+    if group_size == -1 and not plain:
+        return "a zero point of every row"
     return "groups with 8-bit activations" if act_bits == 8 and group_size != -1 else None
 
 
@@ -131,12 +133,16 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
         rotary_half=0 if h.cosines is None else h.cosines.shape[1], interleaved=h.interleaved,
         activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
         act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
-        ctas=sms // cluster * cluster, cluster=cluster, splits=1, in_flight=CHUNKS_IN_FLIGHT, int8_cache=int8_cache,
+        ctas=sms // cluster * cluster, cluster=cluster, splits=1, in_flight=CHUNKS_IN_FLIGHT[0], int8_cache=int8_cache,
         eps=h.eps, scale=h.scale,
     )  # fmt: skip
     # Clusters lie within parts of a GPU that have different numbers of multiprocessors: not all need fit.
     struct.ctas = library().trirun_cuda_step_ctas(ctypes.byref(struct)) or struct.ctas
     struct.splits = splits_of(rows * h.kv_heads, struct.ctas, MAX_SPLITS, MAX_ITEMS)
+    for in_flight in CHUNKS_IN_FLIGHT:
+        struct.in_flight = in_flight
+        if _message_bytes(struct):
+            break
     return struct
 
 
@@ -152,7 +158,8 @@ def rows_taken(
     reason = refusal(model, device.arch, heads) if rows else "it was not asked for"
     if reason is not None:
         return (), reason
-    taken = tuple(m for m in rows if _message_bytes(_sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)))
+    few = [m for m in rows if m == 1 or m * heads[0].kv_heads <= MOST_PAIRS]
+    taken = tuple(m for m in few if _message_bytes(_sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)))
     return taken, None if taken else "a down projection too deep for shared memory"
 
 

@@ -105,6 +105,7 @@ def filled(model, texts, act_bits, weights, int8):
         ({"kv_heads": 2}, 16, torch.float16, False, [17, 150]),
         ({**FOUR, "kv_heads": 2}, 16, torch.float16, True, [64, 129]),
         ({"kv_heads": 1, "bias": True, "layers": 1}, 8, torch.float16, False, [3, 130, 180, 64]),
+        ({"head_dim": 128, "spec": QuantSpec(128, None), "kv_heads": 2}, 16, torch.float16, False, [90, 3]),
         ({"heads": 6, "kv_heads": 1}, 16, torch.float16, True, [140]),
         ({"heads": 16, "kv_heads": 1}, 16, torch.bfloat16, False, [135]),
         ({"heads": 12, "kv_heads": 1, "half": 16, "layers": 1}, 8, torch.float16, True, [100]),
