@@ -23,14 +23,20 @@ constexpr int CHUNK_POSITIONS = std::min(CHUNK_BYTES / (2 * HD * ELEMENT_BYTES<E
 
 constexpr int TILE_POSITIONS = 16;  // of a warp at a time
 
+// Positions by which a split of the keys begins and ends: of a chunk, or of the two that have one tile.
+template <int HD, int ELEMENT>
+constexpr int SPAN_POSITIONS = std::max(CHUNK_POSITIONS<HD, ELEMENT>, TILE_POSITIONS);
+
 // Warps that attend to other keys than each other.
-__device__ __forceinline__ int workers_of(const StepArgs& a) { return 1 << (a.attending_log - groups_log_of(a.group)); }
+__device__ __forceinline__ int workers_of(const StepArgs& a) {
+  return 1 << (a.attending_log - sides_log_of(a.group, a.s.head_dim));
+}
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once. Few keys
 // have fewer splits than there could be: so many that every warp has one tile.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
-  constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
+  constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
   const int workers = workers_of(c.a), of_split = min(workers, 8) * TILE_POSITIONS;
   const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
@@ -54,12 +60,12 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     Item item;
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     item.position = max(s.positions[item.row], 0), item.length = item.slot < 0 ? 0 : item.position;
-    const int chunks = ceil_div(item.length, POSITIONS);
+    const int spans = ceil_div(item.length, SPAN);
     item.split = split, item.splits = splits_of(item.row);
-    item.first = chunks * min(split, item.splits) / item.splits;
-    item.last = chunks * min(split + 1, item.splits) / item.splits;
+    item.first = spans * min(split, item.splits) / item.splits;
+    item.last = spans * min(split + 1, item.splits) / item.splits;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
-    const int tiles = (item.last - item.first) * (POSITIONS / TILE_POSITIONS);
+    const int tiles = (item.last - item.first) * (SPAN / TILE_POSITIONS);
     item.parts = min(workers, tiles + (item.split == item.splits - 1));
     item.first_word = share_of(item.splits) * item.split;
     item.last_word = min(item.first_word + share_of(item.splits), words);
@@ -74,12 +80,15 @@ struct Attention {
   using Half = std::conditional_t<ELEMENT == BF16, __nv_bfloat16, __half>;
   static constexpr int BYTES = ELEMENT_BYTES<ELEMENT>, ROW = HD * BYTES;
   static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, TILE = TILE_POSITIONS;
-  static constexpr int TILES = POSITIONS / TILE;  // of a chunk
-  static_assert(HD <= 128 && POSITIONS % TILE == 0);
+  static constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>, TILES = SPAN / TILE, CHUNKS = SPAN / POSITIONS;  // of a span
+  static constexpr int OWN =
+      std::min(HD, 128);  // dimensions of values that a warp has: of more, two warps side by side
+  static_assert(HD <= 256 && TILES * TILE == SPAN && CHUNKS <= 2);
 
   // Of a tile of a chunk, a lane q takes positions 4 tile to 4 tile + 3 of each quarter q of the chunk: k = 2q, 2q + 1,
-  // 2q + 8 and 2q + 9 of the products.
+  // 2q + 8 and 2q + 9 of the products. Of two chunks, the first two of these are of the first one.
   __device__ __forceinline__ static int position_of(int tile, int k) {
+    if constexpr (CHUNKS == 2) return k;
     return k % 8 / 2 * (POSITIONS / 4) + tile * (TILE / 4) + k / 8 * 2 + k % 2;
   }
   // Values are in blocks with some bytes between them, so that lanes find quarters of a chunk in other banks.
@@ -90,12 +99,12 @@ struct Attention {
   // Of heads 2q and 2q + 1 of the warp's (q: lane % 4): maximum, and this lane's sum of weights; values of dimensions
   // 64 (t / 4) + 8 (lane / 4) + 2 (t % 4) and + 1. PACKED: q is lane % 2, and lanes 2 and 3 of four have values by
   // weights' low parts.
-  float highest[2], weight[2], value[HD / 16][4];
+  float highest[2], weight[2], value[OWN / 16][4];
 
   __device__ __forceinline__ void clear() {
     highest[0] = highest[1] = NOTHING, weight[0] = weight[1] = 0.f;
 #pragma unroll
-    for (int t = 0; t < HD / 16; t++)
+    for (int t = 0; t < OWN / 16; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) value[t][i] = 0.f;
   }
@@ -129,22 +138,26 @@ struct Attention {
   // Bytes from the high halves of a query to the low ones, and from those to the next query's.
   static constexpr int QUERY_ROW = (HD + 8) * 2;
 
-  // 16 positions. keys, values: shared addresses of a chunk's; queries: of the warp's first head; heads: of the warp;
-  // count: positions that the chunk has. first, second: of CODES the scales (of key, of value) of this lane's two keys.
-  // fresh: there were none before.
-  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, int tile, uint32_t queries, int heads, int count,
-                                      float2 first, float2 second, bool fresh) {
+  // 16 positions. keys, values: shared addresses of a span's first chunk, of values the warp's own dimensions; next:
+  // bytes to its second chunk; queries: of the warp's first head; heads: of the warp; count: positions that the span
+  // has. first, second: of CODES the scales (of key, of value) of this lane's two keys. fresh: there were none before.
+  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, uint32_t next, int tile, uint32_t queries,
+                                      int heads, int count, float2 first, float2 second, bool fresh) {
     const int lane = lane_anew(), g = lane / 4, q = lane % 4;
     float c[4] = {0.f, 0.f, 0.f, 0.f}, other[4] = {0.f, 0.f, 0.f, 0.f};
     // Positions that are not there are read as the last one that is, since memory may hold anything.
     const int position0 = position_of(tile, g), position1 = position_of(tile, g + 8);
-    const uint32_t key0 = keys + min(position0, count - 1) * ROW + q * (ROW / 4);
-    const uint32_t key1 = keys + min(position1, count - 1) * ROW + q * (ROW / 4);
+    const auto chunk_of = [&](int position) { return CHUNKS == 2 && position >= POSITIONS ? next : 0; };
+    const auto key_of = [&](int position) {
+      const int there = min(position, count - 1);
+      return keys + chunk_of(there) + there % POSITIONS * ROW + q * (ROW / 4);
+    };
+    const uint32_t key0 = key_of(position0), key1 = key_of(position1);
     const uint32_t query =
         queries + q * (HD / 2) + (PACKED ? min(g % 4, heads - 1) * 2 + g / 4 : min(g, heads - 1) * 2) * QUERY_ROW;
 #pragma unroll
     for (int i = 0; i < HD / 32; i++) {
-      const int unit = HD == 128 ? i ^ (q & 2) : i;  // other banks for other lanes
+      const int unit = HD == 256 ? i ^ (2 * q) : HD == 128 ? i ^ (q & 2) : i;  // other banks for other lanes
       uint32_t a[4], b[4];
       load_eight(a, key0 + unit * 8 * BYTES);
       load_eight(b, key1 + unit * 8 * BYTES);
@@ -184,16 +197,18 @@ struct Attention {
     }
     if (!fresh) {
 #pragma unroll
-      for (int t = 0; t < HD / 16; t++)
+      for (int t = 0; t < OWN / 16; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) value[t][i] *= kept[i % 2];
     }
     uint32_t at[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      at[i] = values + value_offset(min(position_of(tile, 2 * q + i % 2 + i / 2 * 8), count - 1)) + g * 8 * BYTES;
+    for (int i = 0; i < 4; i++) {
+      const int position = min(position_of(tile, 2 * q + i % 2 + i / 2 * 8), count - 1);
+      at[i] = values + chunk_of(position) + value_offset(position % POSITIONS) + g * 8 * BYTES;
+    }
 #pragma unroll
-    for (int block = 0; block < HD / 64; block++) {
+    for (int block = 0; block < OWN / 64; block++) {
       uint32_t v[4][4];
 #pragma unroll
       for (int i = 0; i < 4; i++) load_eight(v[i], at[i] + block * 64 * BYTES);
@@ -207,13 +222,13 @@ struct Attention {
     }
   }
 
-  // This warp's part of each of its heads to shared memory: words, as messages have them, the largest score, and the
-  // sum of weights.
-  __device__ __forceinline__ void leave(uint32_t to, int heads) {
+  // This warp's part of each of its heads to shared memory: words from the own-th on, as messages have them, the largest
+  // score, and the sum of weights.
+  __device__ __forceinline__ void leave(uint32_t to, int own, int heads) {
     const int lane = lane_anew(), g = lane / 4, q = lane % 4;
     if constexpr (PACKED) {
 #pragma unroll
-      for (int t = 0; t < HD / 16; t++)
+      for (int t = 0; t < OWN / 16; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) value[t][i] += __shfl_xor_sync(~0u, value[t][i], 2);
     }
@@ -225,8 +240,8 @@ struct Attention {
       if (2 * q + h >= heads) continue;  // or a copy
       const uint32_t part = to + (2 * q + h) * part_floats(HD) * 4;
 #pragma unroll
-      for (int t = 0; t < HD / 16; t++) {
-        const int word = t / 4 * 16 + g / 2 * 4 + t % 4;
+      for (int t = 0; t < OWN / 16; t++) {
+        const int word = own + t / 4 * 16 + g / 2 * 4 + t % 4;
         store_shared2(part + word * 16 + g % 2 * 8, value[t][h], value[t][2 + h]);
       }
       if (g == 0) store_shared2(part + HD * 4, highest[h], sum);
@@ -252,11 +267,14 @@ struct Attention {
       constants.load(s.cosines + angles, s.sines + angles, norm, s.rotary_half, HD, s.interleaved != 0);
       const int head = query ? kv_head * group + i
                              : static_cast<int>(s.heads) + (turned ? 0 : static_cast<int>(s.kv_heads)) + kv_head;
-      const int w = lane % (HD / 4);  // lanes beyond a head have what others have
-      const float4 v = received(c.a.qkv + row * words + head * (HD / 4) + w, tag, c.patience());
-      float* at = to + w / 4 * 16 + w % 4 * 2;
-      reinterpret_cast<float2*>(at)[0] = make_float2(v.x, v.y);
-      reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
+      // Lanes beyond a head have what others have.
+#pragma unroll
+      for (int w = lane % (HD / 4); w < HD / 4; w += 32) {
+        const float4 v = received(c.a.qkv + row * words + head * (HD / 4) + w, tag, c.patience());
+        float* at = to + w / 4 * 16 + w % 4 * 2;
+        reinterpret_cast<float2*>(at)[0] = make_float2(v.x, v.y);
+        reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
+      }
       __syncwarp();
       if (turned)
         decoder::turn_head(to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0,
@@ -265,11 +283,14 @@ struct Attention {
         if (turned) decoder::mix_head<HD / 32>(to, HD);
       if (!query) {
         keep(c, to, layer, span, i - group);
-      } else if (lane < HD / 4) {
-        const float4 own = reinterpret_cast<const float4*>(to)[lane];
+        continue;
+      }
+#pragma unroll
+      for (int w = lane; w < HD / 4; w += 32) {
+        const float4 own = reinterpret_cast<const float4*>(to)[w];
         uint2 high, low;
         split_pair(high.x, low.x, own.x, own.y), split_pair(high.y, low.y, own.z, own.w);
-        const uint32_t place = c.shared + c.a.at.queries + i * 2 * QUERY_ROW + lane * 8;
+        const uint32_t place = c.shared + c.a.at.queries + i * 2 * QUERY_ROW + w * 8;
         store_shared2(place, high.x, high.y), store_shared2(place + QUERY_ROW, low.x, low.y);
       }
     }
@@ -279,26 +300,37 @@ struct Attention {
   // A new key (part 0) or value (part 1) to the cache, and to shared memory: a warp.
   __device__ __forceinline__ static void keep(const Cta& c, const float* head, const trirun_cuda_step_layer& layer,
                                               const Item& span, int part) {
+    constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of four elements, of a lane: every 32nd
     const int lane = c.lane();
     const bool there = lane < HD / 4;
-    const float4 v[1] = {there ? reinterpret_cast<const float4*>(head)[lane] : make_float4(0.f, 0.f, 0.f, 0.f)};
+    float4 v[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+      v[i] = there ? reinterpret_cast<const float4*>(head)[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
     const int64_t at =
-        decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
+        decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1) * (HD / 4);
     void* cache = part == 0 ? layer.keys : layer.values;
     const uint32_t own = newest(c) + part * ROW;
     if constexpr (CODES) {
-      uint32_t code[1];
+      uint32_t code[WORDS];
       const __half scale = decoder::quantize_head(code, v);
-      if (there) store_shared(own + lane * 4, code[0]);
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) {
+        const int w = lane + i * 32;
+        if (there) store_shared(own + w * 4, code[i]);
+        if (there && span.slot >= 0) static_cast<uint32_t*>(cache)[at + w] = code[i];
+      }
       if (lane == 0) store_shared(newest(c) + 2 * ROW + part * 4, __half2float(scale));
-      if (span.slot < 0) return;
-      if (there) static_cast<uint32_t*>(cache)[at * (HD / 4) + lane] = code[0];
-      if (lane == 0) static_cast<__half*>(layer.scales)[2 * at + part] = scale;
+      if (lane == 0 && span.slot >= 0) static_cast<__half*>(layer.scales)[2 * at / (HD / 4) + part] = scale;
     } else {
-      const uint2 pair = make_uint2(decoder::narrow_pair<ELEMENT == BF16>(v[0].x, v[0].y),
-                                    decoder::narrow_pair<ELEMENT == BF16>(v[0].z, v[0].w));
-      if (there) store_shared2(own + lane * 8, pair.x, pair.y);
-      if (there && span.slot >= 0) static_cast<uint2*>(cache)[at * (HD / 4) + lane] = pair;
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) {
+        const int w = lane + i * 32;
+        const uint2 pair = make_uint2(decoder::narrow_pair<ELEMENT == BF16>(v[i].x, v[i].y),
+                                      decoder::narrow_pair<ELEMENT == BF16>(v[i].z, v[i].w));
+        if (there) store_shared2(own + w * 8, pair.x, pair.y);
+        if (there && span.slot >= 0) static_cast<uint2*>(cache)[at + w] = pair;
+      }
     }
   }
 
@@ -308,22 +340,25 @@ struct Attention {
     const int index = c.parked().phase / PRODUCTS;
     const trirun_cuda_step_layer& layer = c.layer(index);
     const uint32_t tag = c.tag(index);
-    // Neighbouring warps take other query heads. These are computed where they are wanted: there are few registers.
-    const int group = c.a.group, groups_log = groups_log_of(group), workers = workers_of(c.a);
-    const auto worker = [&] { return c.warp() >> groups_log; };
-    const auto first_head = [&] { return (c.warp() & ((1 << groups_log) - 1)) * HEADS; };
+    // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are wanted:
+    // there are few registers.
+    constexpr int OWN_LOG = HD > OWN;
+    const int group = c.a.group, sides_log = sides_log_of(group, HD), workers = workers_of(c.a);
+    const auto worker = [&] { return c.warp() >> sides_log; };
+    const auto first_head = [&] { return (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS; };
     const auto heads = [&] { return min(group - first_head(), HEADS); };
+    const auto own_values = [&] { return (c.warp() & OWN_LOG) * OWN; };
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
       const Item& span = c.items()[at_item];
       const bool last = span.split == span.splits - 1;
       if (span.split >= span.splits) continue;
-      const int chunks = span.last - span.first, tiles = chunks * TILES;
+      const int tiles = (span.last - span.first) * TILES;
       // Of CODES: of a position's key and value, on their way while they are.
       const auto scale_of = [&](int tile, int k) {
         if constexpr (!CODES) return make_float2(1.f, 1.f);
-        const int within = tile / TILES * POSITIONS + position_of(tile % TILES, k);
-        const int position = min(span.first * POSITIONS + within, span.length - 1);
+        const int within = tile / TILES * SPAN + position_of(tile % TILES, k);
+        const int position = min(span.first * SPAN + within, span.length - 1);
         if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
         const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
         const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
@@ -336,46 +371,54 @@ struct Attention {
         Attention attention;
         attention.clear();
         Ring at = c.parked().ring;
-        c.move(at, worker() / TILES);
+        c.move(at, worker() / TILES * CHUNKS);
         int tile = worker();
 #pragma unroll 1
         do {
           c.begin_phase();
           uint32_t keys = newest(c), values = keys + ROW;
+          Ring next_chunk = at;
           int count = 1;
           const bool fresh = tile == worker(), stored = tile < tiles;
           const float2 these = first, those = second;
           if (stored) {
             first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
             keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
-            count = min(span.length - (span.first + tile / TILES) * POSITIONS, POSITIONS);
+            count = min(span.length - (span.first + tile / TILES) * SPAN, SPAN);
             barrier_wait(c.full(at.stage), at.phase);
+            if constexpr (CHUNKS == 2)
+              next_chunk.advance(c.a.at.stages), barrier_wait(c.full(next_chunk.stage), next_chunk.phase);
           }
+          values += own_values() * BYTES;
+          const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
           const float2 own = CODES && !stored ? load_shared_float2(newest(c) + 2 * ROW) : these;
-          attention.add(keys, values, stored ? tile % TILES : 0,
+          attention.add(keys, values, next, stored ? tile % TILES : 0,
                         c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own,
                         stored ? those : own, fresh);
           if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
           uint32_t loaded = 0;
 #pragma unroll
-          for (int i = 0; i < 4; i++) loaded |= __float_as_uint(attention.value[HD / 16 - 1][i]);
+          for (int i = 0; i < 4; i++) loaded |= __float_as_uint(attention.value[OWN / 16 - 1][i]);
           __syncwarp();
-          if (c.lane() == 0)
-            barrier_arrive_counted(c.empty(at.stage) + (loaded & c.a.nought), EMPTY_ARRIVALS / TILES >> groups_log);
-          c.move(at, (workers + tile % TILES) / TILES);
+          loaded &= c.a.nought;
+          if (c.lane() == 0) {
+            barrier_arrive_counted(c.empty(at.stage) + loaded, EMPTY_ARRIVALS / TILES >> sides_log);
+            if (CHUNKS == 2) barrier_arrive_counted(c.empty(next_chunk.stage) + loaded, EMPTY_ARRIVALS >> sides_log);
+          }
+          c.move(at, (workers + tile % TILES) / TILES * CHUNKS);
           tile += workers;
         } while (tile < tiles + last);
         meet_after_reading();
         c.begin_phase();
         const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
-        attention.leave(c.shared + c.a.at.attention + c.warp() * of_warp, heads());
+        attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
         __syncwarp();
       } else {
         have_read();
       }
       if (c.lane() == 0) {
-        c.move(c.parked().ring, span.last - span.first);
+        c.move(c.parked().ring, (span.last - span.first) * CHUNKS);
         barrier_arrive(c.parts_barrier());
       }
       __syncwarp();

@@ -49,10 +49,10 @@ struct Geometry {
   int n_tiles;  // of the product
 };
 
-// A row and key head that this CTA attends to, and its part of the keys, in chunks: the same in all layers.
+// A row and key head that this CTA attends to, and its part of the keys: the same in all layers.
 struct Item {
   int row, kv_head, slot, position;
-  int split, splits, first, last, length;  // chunks from first to last; length: of the cache
+  int split, splits, first, last, length;  // spans (attend.cuh) from first to last; length: of the cache
   int page;  // that of the position
   int parts;  // warps that have a part of the keys
   int first_word, last_word;  // of the key head's output, which this CTA makes of all splits' parts
@@ -77,8 +77,12 @@ constexpr int HEADS = 8;  // query heads of one key head that a warp attends wit
 constexpr int PACKED_HEADS = 4;  // at most, where both parts of a number have a column each (attend.cuh)
 // Floats of a part of a head in shared memory: values, largest score, sum of weights.
 __host__ __device__ constexpr int part_floats(int head_dim) { return head_dim + 4; }
-// Warps side by side that attend with others of a key head's query heads, as a logarithm.
+// Warps side by side that attend with others of a key head's query heads, as a logarithm; and with others of its
+// dimensions, too.
 __host__ __device__ constexpr int groups_log_of(int group) { return group > HEADS; }
+__host__ __device__ constexpr int sides_log_of(int group, int head_dim) {
+  return groups_log_of(group) + (head_dim > 128);
+}
 
 // Arrivals that set a chunk's stage free.
 constexpr int EMPTY_ARRIVALS = 2 * CHUNK_K_TILES;

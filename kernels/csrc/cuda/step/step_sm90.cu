@@ -83,17 +83,19 @@ struct Stream {
   __device__ __forceinline__ void cache(const trirun_cuda_step_layer& layer) {
     constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, BYTES = CHUNK_BYTES / 2, BLOCK = BYTES / VALUE_BLOCKS;
     static_assert(POSITIONS * HD * ELEMENT_BYTES<ELEMENT> == BYTES);
+    constexpr int CHUNKS = SPAN_POSITIONS<HD, ELEMENT> / POSITIONS;
     const trirun_cuda_step& s = c.a.s;
 #pragma unroll 1
     for (int i = 0; i < c.item_count(); i++) {
       const Item& item = c.items()[i];
+      const int last = item.last * CHUNKS;
       const int32_t* table = s.block_tables + item.slot * s.ld_blocks;
-      const int of_page = decoder::PAGE / POSITIONS, last_page = max(item.last - 1, 0) / of_page;
-      int chunk = item.first + next;
+      const int of_page = decoder::PAGE / POSITIONS, last_page = max(last - 1, 0) / of_page;
+      int chunk = item.first * CHUNKS + next;
       // The next chunk's page, asked for before this one is waited for.
-      int page = chunk < item.last ? __ldg(table + chunk / of_page) : 0;
+      int page = chunk < last ? __ldg(table + chunk / of_page) : 0;
 #pragma unroll 1
-      for (; chunk < item.last; chunk += STREAMS) {
+      for (; chunk < last; chunk += STREAMS) {
         const int64_t at = decoder::cache_offset(page, static_cast<int>(s.kv_heads), item.kv_head, chunk * POSITIONS,
                                                  HD * ELEMENT_BYTES<ELEMENT>);
         page = __ldg(table + min((chunk + STREAMS) / of_page, last_page));
@@ -107,7 +109,7 @@ struct Stream {
                BLOCK);
         filled.advance(c.a.at.stages, STREAMS);
       }
-      next = chunk - item.last;
+      next = chunk - last;
     }
   }
 
@@ -213,14 +215,23 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 
 using Kernel = void (*)(StepArgs);
 
+template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
+Kernel instance() {
+  return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED>;
+}
+
+template <int LIMBS, int SCALE, int HD, int ELEMENT>
+Kernel of_group(const trirun_cuda_step& s) {
+  return s.heads / s.kv_heads <= PACKED_HEADS ? instance<LIMBS, SCALE, HD, ELEMENT, true>()
+                                              : instance<LIMBS, SCALE, HD, ELEMENT, false>();
+}
+
 template <int LIMBS, int SCALE, int ELEMENT>
 Kernel of_heads(const trirun_cuda_step& s) {
-  const bool packed = s.heads / s.kv_heads <= PACKED_HEADS;
   switch (s.head_dim) {
-    case 64:
-      return packed ? decode_step<LIMBS, SCALE, 64, ELEMENT, true> : decode_step<LIMBS, SCALE, 64, ELEMENT, false>;
-    case 128:
-      return packed ? decode_step<LIMBS, SCALE, 128, ELEMENT, true> : decode_step<LIMBS, SCALE, 128, ELEMENT, false>;
+    case 64: return of_group<LIMBS, SCALE, 64, ELEMENT>(s);
+    case 128: return of_group<LIMBS, SCALE, 128, ELEMENT>(s);
+    case 256: return of_group<LIMBS, SCALE, 256, ELEMENT>(s);
     default: return nullptr;
   }
 }
@@ -314,7 +325,7 @@ int part_bytes(const trirun_cuda_step& s) {
 }
 
 // Where everything lies, with so many bytes for the sums of q | k | v and gate | up, for those of o and down, and so many
-// warps that attend.
+// parts of attention.
 Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attending) {
   const int rows = static_cast<int>(s.m), limbs = s.act_bits / 8, hidden = depth_of(s, QKV);
   const int second = std::max(depth_of(s, O), depth_of(s, DOWN));
@@ -355,20 +366,20 @@ int more_slots(int slots) { return slots < 16384 ? slots + 2048 : slots < 32768 
 // The same, room for sums, for parts of attention and for the ring weighed against each other; of no stages where it
 // does not fit.
 Memory memory_of(const trirun_cuda_step& s, Sharing (&sharing)[PRODUCTS], int& attending_log) {
-  const int row_bytes = s.head_dim * (s.int8_cache ? 1 : 2),
-            heads_log = groups_log_of(static_cast<int>(s.heads / s.kv_heads));
-  const int tiles = std::min(CHUNK_BYTES / (2 * row_bytes), decoder::PAGE) / 16;  // of a chunk of keys
+  const int positions = std::min(CHUNK_BYTES / (2 * s.head_dim * (s.int8_cache ? 1 : 2)), decoder::PAGE);  // of a chunk
+  const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
   Memory best{};
   int least = 1 << 24;
-  const int most = s.heads == s.kv_heads ? 3 : 4;  // one query head a key: more parts to add than it is worth
-  for (int attending = most; attending >= 1 + heads_log; attending--)
+  const int most =
+      s.heads == s.kv_heads ? 3 + sides_log : 4;  // one query head a key: more parts to add than it is worth
+  for (int attending = most; attending >= 1 + sides_log; attending--)
     for (int slots = FEWEST_SLOTS; slots <= MOST_SLOTS; slots = more_slots(slots))
       for (int other = FEWEST_SLOTS; other <= MOST_SLOTS; other = more_slots(other)) {
-        const Memory at = lay_out(s, slots, other, 1 << attending);
+        const Memory at = lay_out(s, slots, other, 1 << (attending - (s.head_dim > 128)));
         const int chunks = at.stages - s.in_flight;
         // No warp's next keys may be a ring ahead.
-        if (chunks < std::max(ceil_div(1 << (attending - heads_log), tiles), 4)) break;
-        int cost = 16384 >> (attending - heads_log);  // of 128 positions: 2,000 cycles a tile
+        if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), 4)) break;
+        int cost = 16384 >> (attending - sides_log);  // of 128 positions: 2,000 cycles a tile
         Sharing all[PRODUCTS];
         for (int product = QKV; product < PRODUCTS; product++) {
           const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);

@@ -87,8 +87,8 @@ def _layer_refusal(layer: LayerShape) -> str | None:
         return "a feed-forward part without a gate"
     if set(layer.vectors) - set(VECTORS):
         return "norms behind the parts of a layer"
-    if mixer.head_dim not in (64, 128) or mixer.heads // mixer.kv_heads > 16:
-        return "heads that are not of 64 or 128"
+    if mixer.head_dim not in (64, 128, 256) or mixer.heads // mixer.kv_heads > 16:
+        return "heads that are not of 64, 128 or 256"
     sizes = (mixer.q_size, layer.feed_forward.size)
     return "sizes that are no multiples of 128" if any(size % 128 for size in sizes) else None
 
