@@ -59,7 +59,7 @@ needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 
 
 def instances() -> str:
-    """The kernel's instances that :data:`CASES` want, as a condition in C++: all of them would take a minute to compile."""
+    """The kernel's instances that :data:`CASES` want, as a condition in C++: all would take a minute to compile."""
     wanted = set()
     for options, act_bits, dtype, int8, _ in CASES:
         of = PLAIN | options
