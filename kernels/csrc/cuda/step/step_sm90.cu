@@ -267,7 +267,7 @@ int check_sizes(const trirun_cuda_step& s) {
       s.hidden <= 0 || s.hidden % 128 || s.ffn <= 0 || s.ffn % 128 || s.heads <= 0 || s.kv_heads <= 0 ||
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
-      (s.cluster != 1 && s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster ||
+      (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster ||
       s.ctas % s.cluster || s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas ||
       s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS || s.in_flight < STREAMS || s.in_flight % STREAMS ||
       s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) || s.ffn > (1 << 20) ||

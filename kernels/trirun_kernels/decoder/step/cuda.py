@@ -74,10 +74,10 @@ def refusal(model: CudaModel, arch: int, heads: Sequence[Heads]) -> str | None:
         return f"more than {MAX_LAYERS} layers"
     if shape.norm != "rms" or model.final_norm_bias is not None or shape.residual_scale != 1:
         return "norms or scales that it has no form for"
-    return _layer_refusal(first) or _weights_refusal(model.layers, model.act_bits) or _heads_refusal(heads)
+    return _layer_refusal(first, shape.hidden) or _weights_refusal(model.layers, model.act_bits) or _heads_refusal(heads)
 
 
-def _layer_refusal(layer: LayerShape) -> str | None:
+def _layer_refusal(layer: LayerShape, hidden: int) -> str | None:
     mixer = layer.mixer
     if not isinstance(mixer, Attention) or layer.mixture is not None or layer.parallel:
         return "layers that are not attention and one feed-forward part"
@@ -89,8 +89,11 @@ def _layer_refusal(layer: LayerShape) -> str | None:
         return "norms behind the parts of a layer"
     if mixer.head_dim not in (64, 128, 256) or mixer.heads // mixer.kv_heads > 16:
         return "heads that are not of 64, 128 or 256"
-    sizes = (mixer.q_size, layer.feed_forward.size)
-    return "sizes that are no multiples of 128" if any(size % 128 for size in sizes) else None
+    sizes = (hidden, mixer.q_size, layer.feed_forward.size)
+    if any(size % K_TILE for size in sizes):
+        return "sizes that are no multiples of 128"
+    # A cluster has two CTAs or more, and each of them a k tile of every product.
+    return "a size below 256" if min(sizes) < 2 * K_TILE else None
 
 
 def _weights_refusal(layers: Sequence[CudaLayer], act_bits: int) -> str | None:

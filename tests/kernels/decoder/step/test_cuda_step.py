@@ -69,6 +69,7 @@ def test_every_item_has_a_cta_for_each_of_its_splits(items, ctas):
         ({"spec": QuantSpec(64, 1.0)}, 16, "groups of 64"),
         ({"head_dim": 32, "heads": 8}, 16, "heads that are not of 64, 128 or 256"),
         ({"layers": 97, "hidden": 128, "ffn": 128, "heads": 2, "kv_heads": 2}, 16, "more than 96 layers"),
+        ({"hidden": 128, "heads": 4, "head_dim": 64}, 16, "a size below 256"),
         ({"inputs": {"size": 128}}, 16, "layers with inputs of their own"),
         ({"mixer": [{}, {"shared_with": 0}]}, 16, "layers differ"),
     ],

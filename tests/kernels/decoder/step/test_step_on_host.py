@@ -49,7 +49,7 @@ CASES = [
     ({**WIDE, "heads": 2, "kv_heads": 1, "activation": "relu2"}, 8, torch.float16, False, [77]),
     ({**WIDE, "kv_heads": 2}, 16, torch.float16, True, [33, 140]),
     ({"spec": QuantSpec(-1, 1.5), "activation": "gelu_tanh", "ffn": 640}, 16, torch.float16, False, [5] * 4),
-    ({"kv_heads": 2, "ffn": 128, "hidden": 128, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
+    ({"kv_heads": 2, "ffn": 256, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
     ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
     ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
     ({**FOUR, "kv_heads": 1, "sub_norm": True}, 8, torch.float16, False, [170]),
