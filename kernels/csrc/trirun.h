@@ -628,7 +628,7 @@ typedef struct {
 } trirun_cuda_step_layer;
 
 /* All layers of one decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from the residual stream behind the
- * embedding to the input of the head. Rows are of different slots; one with a negative slot leaves the cache alone. */
+ * embedding to the input of the head. Rows of a slot, four at most, follow each other; a negative one keeps none. */
 typedef struct {
   const trirun_cuda_step_layer* layers; /* [layer_count], in device memory */
   const float* residual; /* [m][hidden] */

@@ -42,8 +42,14 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
   const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % most;
   Item* to = const_cast<Item*>(c.items());
+  // The first of a row's neighbours of the same sequence, whose keys the cache does not have yet.
+  const auto first_of = [&](int row) {
+    int first = row;
+    while (first > 0 && row - first < MAX_FRESH - 1 && s.slots[row] >= 0 && s.slots[first - 1] == s.slots[row]) first--;
+    return first;
+  };
   const auto splits_of = [&](int row) {
-    const int length = s.slots[row] < 0 ? 0 : max(s.positions[row], 0);
+    const int length = s.slots[row] < 0 ? 0 : max(s.positions[first_of(row)], 0);
     return max(1, min(most, ceil_div(length, of_split)));
   };
   const int words = c.a.group * HD / 4;
@@ -59,7 +65,9 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   for (int at = cta / most; cta / most < stride && at < all; at += stride) {
     Item item;
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
-    item.position = max(s.positions[item.row], 0), item.length = item.slot < 0 ? 0 : item.position;
+    const int first_row = first_of(item.row);
+    item.position = max(s.positions[item.row], 0), item.fresh = item.row - first_row + 1;
+    item.length = item.slot < 0 ? 0 : max(s.positions[first_row], 0);
     const int spans = ceil_div(item.length, SPAN);
     item.split = split, item.splits = splits_of(item.row);
     item.first = spans * min(split, item.splits) / item.splits;
@@ -222,8 +230,8 @@ struct Attention {
     }
   }
 
-  // This warp's part of each of its heads to shared memory: words from the own-th on, as messages have them, the largest
-  // score, and the sum of weights.
+  // This warp's part of each of its heads to shared memory: words from the own-th on, as messages have them, the
+  // largest score, and the sum of weights.
   __device__ __forceinline__ void leave(uint32_t to, int own, int heads) {
     const int lane = lane_anew(), g = lane / 4, q = lane % 4;
     if constexpr (PACKED) {
@@ -248,19 +256,24 @@ struct Attention {
     }
   }
 
-  // Where the new key, the new value and, of CODES, their scales are, as the cache would have them.
+  // Where the new keys, the new values and, of CODES, their scales are, as the cache would have them.
+  static constexpr int NEWEST_VALUES = MAX_FRESH * ROW, NEWEST_SCALES = 2 * NEWEST_VALUES + BLOCK_PADDING;
+  static_assert(MAX_FRESH <= TILE / 4 && MAX_FRESH <= POSITIONS / VALUE_BLOCKS * 2);
   __device__ __forceinline__ static uint32_t newest(const Cta& c) { return c.shared + c.a.at.newest; }
 
   // Queries, and for the last split the new key and value, from messages to shared memory, as attention reads them.
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
                                                     bool last, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
-    const int lane = c.lane(), row = span.row, kv_head = span.kv_head, group = c.a.group;
-    const int64_t angles = static_cast<int64_t>(span.position) * s.rotary_half;
+    const int lane = c.lane(), kv_head = span.kv_head, group = c.a.group;
     const int words = static_cast<int>(s.heads + 2 * s.kv_heads) * (HD / 4);
 #pragma unroll 1
-    for (int i = c.warp(); i < group + (last ? 2 : 0); i += WARPS) {
-      const bool query = i < group, turned = i <= group;
+    for (int i = c.warp(); i < group + (last ? 2 * span.fresh : 0); i += WARPS) {
+      // Queries, then keys, then values.
+      const int part = i < group ? 0 : i < group + span.fresh ? 1 : 2;
+      const bool query = part == 0, turned = part < 2;
+      const int back = query ? 0 : span.fresh - 1 - (i - group - (turned ? 0 : span.fresh)), row = span.row - back;
+      const int64_t angles = static_cast<int64_t>(span.position - back) * s.rotary_half;
       float* to = c.floats(c.a.at.heads) + c.warp() * HD;
       const float* norm = query ? layer.q_norm : layer.k_norm;
       decoder::HeadConstants<HD / 32> constants;
@@ -282,7 +295,7 @@ struct Attention {
       if constexpr (CODES)
         if (turned) decoder::mix_head<HD / 32>(to, HD);
       if (!query) {
-        keep(c, to, layer, span, i - group);
+        keep(c, to, layer, span, part - 1, back);
         continue;
       }
 #pragma unroll
@@ -297,9 +310,10 @@ struct Attention {
     meet();
   }
 
-  // A new key (part 0) or value (part 1) to the cache, and to shared memory: a warp.
+  // A new key (part 0) or value (part 1), of the row so far back, to shared memory and, of the row itself, to the
+  // cache: a warp.
   __device__ __forceinline__ static void keep(const Cta& c, const float* head, const trirun_cuda_step_layer& layer,
-                                              const Item& span, int part) {
+                                              const Item& span, int part, int back) {
     constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of four elements, of a lane: every 32nd
     const int lane = c.lane();
     const bool there = lane < HD / 4;
@@ -310,7 +324,9 @@ struct Attention {
     const int64_t at =
         decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1) * (HD / 4);
     void* cache = part == 0 ? layer.keys : layer.values;
-    const uint32_t own = newest(c) + part * ROW;
+    const int at_newest = span.fresh - 1 - back;
+    const uint32_t own = newest(c) + (part == 0 ? at_newest * ROW : NEWEST_VALUES + value_offset(at_newest));
+    const bool stored = span.slot >= 0 && back == 0;
     if constexpr (CODES) {
       uint32_t code[WORDS];
       const __half scale = decoder::quantize_head(code, v);
@@ -318,10 +334,10 @@ struct Attention {
       for (int i = 0; i < WORDS; i++) {
         const int w = lane + i * 32;
         if (there) store_shared(own + w * 4, code[i]);
-        if (there && span.slot >= 0) static_cast<uint32_t*>(cache)[at + w] = code[i];
+        if (there && stored) static_cast<uint32_t*>(cache)[at + w] = code[i];
       }
-      if (lane == 0) store_shared(newest(c) + 2 * ROW + part * 4, __half2float(scale));
-      if (lane == 0 && span.slot >= 0) static_cast<__half*>(layer.scales)[2 * at / (HD / 4) + part] = scale;
+      if (lane == 0) store_shared(newest(c) + NEWEST_SCALES + at_newest * 8 + part * 4, __half2float(scale));
+      if (lane == 0 && stored) static_cast<__half*>(layer.scales)[2 * at / (HD / 4) + part] = scale;
     } else {
 #pragma unroll
       for (int i = 0; i < WORDS; i++) {
@@ -329,7 +345,7 @@ struct Attention {
         const uint2 pair = make_uint2(decoder::narrow_pair<ELEMENT == BF16>(v[i].x, v[i].y),
                                       decoder::narrow_pair<ELEMENT == BF16>(v[i].z, v[i].w));
         if (there) store_shared2(own + w * 8, pair.x, pair.y);
-        if (there && span.slot >= 0) static_cast<uint2*>(cache)[at + w] = pair;
+        if (there && stored) static_cast<uint2*>(cache)[at + w] = pair;
       }
     }
   }
@@ -340,8 +356,8 @@ struct Attention {
     const int index = c.parked().phase / PRODUCTS;
     const trirun_cuda_step_layer& layer = c.layer(index);
     const uint32_t tag = c.tag(index);
-    // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are wanted:
-    // there are few registers.
+    // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are
+    // wanted: there are few registers.
     constexpr int OWN_LOG = HD > OWN;
     const int group = c.a.group, sides_log = sides_log_of(group, HD), workers = workers_of(c.a);
     const auto worker = [&] { return c.warp() >> sides_log; };
@@ -376,9 +392,9 @@ struct Attention {
 #pragma unroll 1
         do {
           c.begin_phase();
-          uint32_t keys = newest(c), values = keys + ROW;
+          uint32_t keys = newest(c), values = keys + NEWEST_VALUES;
           Ring next_chunk = at;
-          int count = 1;
+          int count = span.fresh;
           const bool fresh = tile == worker(), stored = tile < tiles;
           const float2 these = first, those = second;
           if (stored) {
@@ -391,10 +407,13 @@ struct Attention {
           }
           values += own_values() * BYTES;
           const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
-          const float2 own = CODES && !stored ? load_shared_float2(newest(c) + 2 * ROW) : these;
+          const auto scales = [&](float2 of_stored, int k) {
+            if (!CODES || stored) return of_stored;
+            return load_shared_float2(newest(c) + NEWEST_SCALES + min(position_of(0, k), count - 1) * 8);
+          };
+          const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
           attention.add(keys, values, next, stored ? tile % TILES : 0,
-                        c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own,
-                        stored ? those : own, fresh);
+                        c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own, other, fresh);
           if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
           uint32_t loaded = 0;

@@ -26,8 +26,8 @@ struct Sums {
     const uint32_t mask = (4u << 2 * j) - 1, masks = mask * 0x01010101u;
     a[0] = w.x & masks, a[1] = w.y & masks, a[2] = w.z & masks, a[3] = w.w & masks;
   }
-  // As an integer what 1.5 * 2^23 is as a float: added to one below 2^22, the sum is that number as a float, too. Products
-  // of 128 k are: 255 * 128 * 128.
+  // As an integer what 1.5 * 2^23 is as a float: added to one below 2^22, the sum is that number as a float, too.
+  // Products of 128 k are: 255 * 128 * 128.
   static constexpr int FLOAT_ZERO = 0x4b400000;
 
   // Row block j (4^j times too large; of EXACT with those before it), rows r and r + 8, token.

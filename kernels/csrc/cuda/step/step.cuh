@@ -29,6 +29,7 @@ constexpr int MAX_ROWS = 8;
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;
 constexpr int MAX_GROUP = 16;  // query heads of a key head
+constexpr int MAX_FRESH = 4;  // rows of one sequence
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
 
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
@@ -52,6 +53,7 @@ struct Geometry {
 // A row and key head that this CTA attends to, and its part of the keys: the same in all layers.
 struct Item {
   int row, kv_head, slot, position;
+  int fresh;  // rows of this sequence up to this one: their keys and values are not in the cache yet
   int split, splits, first, last, length;  // spans (attend.cuh) from first to last; length: of the cache
   int page;  // that of the position
   int parts;  // warps that have a part of the keys
@@ -99,7 +101,7 @@ struct Memory {
   int parked;  // Parked [WARPS]
   int heads;  // float [WARPS][head_dim]: in the place of the second input's limbs
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
-  int newest;  // the new key, the new value, and float [2]: their scales of 8 bits
+  int newest;  // new keys and new values [MAX_FRESH], and float2 [MAX_FRESH]: their scales of 8 bits
   int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
   int plan;  // Geometry [PRODUCTS]; Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
   int layers;  // trirun_cuda_step_layer [layers]

@@ -267,11 +267,11 @@ int check_sizes(const trirun_cuda_step& s) {
       s.hidden <= 0 || s.hidden % 128 || s.ffn <= 0 || s.ffn % 128 || s.heads <= 0 || s.kv_heads <= 0 ||
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
-      (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster ||
-      s.ctas % s.cluster || s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas ||
-      s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS || s.in_flight < STREAMS || s.in_flight % STREAMS ||
-      s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) || s.ffn > (1 << 20) ||
-      local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL || local_of(s, GATE_UP) > MAX_LOCAL ||
+      (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster || s.ctas % s.cluster ||
+      s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
+      s.in_flight < STREAMS || s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim ||
+      s.hidden > (1 << 20) || s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
+      local_of(s, GATE_UP) > MAX_LOCAL ||
       s.cluster > std::min({k_tiles_of(s, QKV), k_tiles_of(s, O), k_tiles_of(s, DOWN)}))
     return TRIRUN_BAD_SHAPE;
   if (!decoder::half_dtype(s.dtype) || (s.act_bits != TRIRUN_ACT8 && s.act_bits != TRIRUN_ACT16))
@@ -293,10 +293,10 @@ int slot_bytes(const trirun_cuda_step& s, int product, int parts) {
   return local_of(s, product) * tiles_of_unit(product) * s.cluster * parts * static_cast<int>(s.m) * 256;
 }
 
-// How many warps share an n tile, how many n tiles are multiplied at once, and what that costs in cycles: a k tile takes
-// its instructions' time where four warps share a scheduler, and what they wait for each other where one has it; every n
-// tile has a beginning and an end, and sums have to be added (kernels/LOG.md). None where there is no room for the sums,
-// or where a warp's next n tile could be a ring of `chunks` ahead.
+// How many warps share an n tile, how many n tiles are multiplied at once, and what that costs in cycles: a k tile
+// takes its instructions' time where four warps share a scheduler, and what they wait for each other where one has it;
+// every n tile has a beginning and an end, and sums have to be added (kernels/LOG.md). None where there is no room for
+// the sums, or where a warp's next n tile could be a ring of `chunks` ahead.
 struct ProductParts {
   Sharing sharing;
   int cost = 1 << 24;
@@ -324,7 +324,7 @@ int part_bytes(const trirun_cuda_step& s) {
   return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * part_floats(s.head_dim) * 4;
 }
 
-// Where everything lies, with so many bytes for the sums of q | k | v and gate | up, for those of o and down, and so many
+// Where everything lies, with so many bytes for sums of q | k | v and gate | up, for those of o and down, and so many
 // parts of attention.
 Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attending) {
   const int rows = static_cast<int>(s.m), limbs = s.act_bits / 8, hidden = depth_of(s, QKV);
@@ -345,7 +345,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
   at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
-  at.newest = take(2 * s.head_dim * 2 + 8);
+  at.newest = take(MAX_FRESH * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
   at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   constexpr int BARRIERS = 1024;

@@ -28,7 +28,7 @@ ROWS = (1, 2, 4)
 MOST_PAIRS = 64
 CHUNKS_IN_FLIGHT = (4, 2)  # of 8 KiB a CTA: more of them make messages wait; two where there is no room for four
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
-MAX_SPLITS, MAX_ITEMS, MAX_LAYERS = 32, 8, 96  # of csrc/cuda/step/step.cuh
+MAX_SPLITS, MAX_ITEMS, MAX_LAYERS, MAX_FRESH = 32, 8, 96, 4  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -74,7 +74,9 @@ def refusal(model: CudaModel, arch: int, heads: Sequence[Heads]) -> str | None:
         return f"more than {MAX_LAYERS} layers"
     if shape.norm != "rms" or model.final_norm_bias is not None or shape.residual_scale != 1:
         return "norms or scales that it has no form for"
-    return _layer_refusal(first, shape.hidden) or _weights_refusal(model.layers, model.act_bits) or _heads_refusal(heads)
+    return (
+        _layer_refusal(first, shape.hidden) or _weights_refusal(model.layers, model.act_bits) or _heads_refusal(heads)
+    )
 
 
 def _layer_refusal(layer: LayerShape, hidden: int) -> str | None:
@@ -203,7 +205,9 @@ class CudaStep:
         """From the residual stream behind the embedding to the input of the head, appending to the caches.
 
         Args:
-            residual: float32 [rows, hidden]. slots, positions: int32 [rows], slots distinct or negative.
+            residual: float32 [rows, hidden].
+            slots, positions: int32 [rows]; rows of one slot, :data:`MAX_FRESH` at most, are neighbours at positions
+                that follow each other. Of a negative slot nothing is appended.
 
         Returns:
             [rows, hidden] of the model's dtype.

@@ -113,8 +113,8 @@ def heads_of(model):
     ]  # fmt: skip
 
 
-def filled(model, texts, act_bits, weights, int8):
-    """Logits of every text's tokens, and caches of all layers that hold the texts but for their last two tokens."""
+def filled(model, texts, weights, int8, new=2):
+    """Logits of every text's tokens, and caches of all layers that hold the texts but for their last ``new`` tokens."""
     mixer, slots = model.shape.layers[0].mixer, len(texts)
     sizes = (slots * PAGES_OF_SLOT, mixer.kv_heads, PAGE, mixer.head_dim)
     kind = torch.int8 if int8 else model.dtype
@@ -131,39 +131,76 @@ def filled(model, texts, act_bits, weights, int8):
             kept.append((k, v))
             return int8_round_trip(k, v) if int8 else (k.to(model.dtype).float(), v.to(model.dtype).float())
 
-        logits.append(reference.forward(weights, text, act_bits=act_bits, stored=stored))
-        count = len(text) - 2
+        logits.append(reference.forward(weights, text, act_bits=model.act_bits, stored=stored))
+        count = len(text) - new
         for index, (k, v) in enumerate(kept):
             at = (torch.full((count,), slot), torch.arange(count))
             caches[index] = append(k[:count], v[:count], caches[index], *at)
     return logits, caches
 
 
-@needs_tools
-@pytest.mark.parametrize(("options", "act_bits", "dtype", "int8", "lengths"), CASES)
-def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dtype, int8, lengths):
+def errors_of(library, monkeypatch, weights, model, caches, logits, steps):
+    """How far logits of rows, pairs of a text and a position, are from the reference's; the steps go one by one."""
     monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: library)
     codes = []
     monkeypatch.setattr("trirun_kernels.decoder.step.cuda.check_cuda", lambda code, _: codes.append(code))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=None))
+    texts, logits = zip(*logits, strict=True)
+    step = CudaStep(model, heads_of(model), caches, len(steps[0]), CTAS)
+    embedding, head = (reference.dense_matrix(x) for x in (weights.embedding, weights.head))
+    errors = []
+    for rows in steps:
+        tokens = torch.stack([texts[slot][position] for slot, position in rows])
+        slots, positions = (torch.tensor(part, dtype=torch.int32) for part in zip(*rows, strict=True))
+        y = step(embedding[tokens] * weights.shape.embedding_scale, slots, positions)
+        assert not any(codes)
+        expected = torch.stack([logits[slot][position] for slot, position in rows])
+        errors += ((y.float() @ head.T - expected).norm(dim=1) / expected.norm(dim=1)).tolist()
+    return errors
+
+
+@needs_tools
+@pytest.mark.parametrize(("options", "act_bits", "dtype", "int8", "lengths"), CASES)
+def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dtype, int8, lengths):
     weights = random_model(**PLAIN | options)
     model = CudaModel.of(weights, "cpu", dtype, act_bits=act_bits)
     assert refusal(model, 90, []) is None
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(0, VOCAB, (length + 2,), generator=generator) for length in lengths]
-    logits, caches = filled(model, texts, act_bits, weights, int8)
-    rows = len(texts)
-    step = CudaStep(model, heads_of(model), caches, rows, CTAS)
-    embedding, head = (reference.dense_matrix(x) for x in (weights.embedding, weights.head))
-    errors = []
+    logits, caches = filled(model, texts, weights, int8)
     # The second one attends to what the first has appended.
-    for back in (2, 1):
-        tokens = torch.stack([text[-back] for text in texts])
-        positions = torch.tensor([len(text) - back for text in texts], dtype=torch.int32)
-        y = step(embedding[tokens] * weights.shape.embedding_scale, torch.arange(rows, dtype=torch.int32), positions)
-        assert not any(codes)
-        expected = torch.stack([each[-back] for each in logits])
-        errors += ((y.float() @ head.T - expected).norm(dim=1) / expected.norm(dim=1)).tolist()
+    steps = [[(slot, len(text) - back) for slot, text in enumerate(texts)] for back in (2, 1)]
+    known = list(zip(texts, logits, strict=True))
+    errors = errors_of(library, monkeypatch, weights, model, caches, known, steps)
     # Of most rows: of 8 bits a code next to a tie makes some differ by more.
     limit = (2e-2 if act_bits == 8 or int8 else 4e-3) if dtype == torch.float16 else 2e-2
+    assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("options", "int8", "lengths", "rows"),
+    [
+        ({"kv_heads": 2}, False, [70], [0, 0]),
+        ({"kv_heads": 2}, False, [100, 17], [0, 1, 1, 1]),
+        ({**FOUR, "kv_heads": 2}, True, [131], [0] * 4),
+        ({"heads": 6, "kv_heads": 1}, True, [0, 90], [0, 0, 1, 1]),
+        ({**WIDEST, "heads": 6, "kv_heads": 1}, True, [61], [0] * 4),
+    ],
+)
+def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows):
+    weights = random_model(**PLAIN | options)
+    model = CudaModel.of(weights, "cpu", torch.float16)
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(0, VOCAB, (length + 8,), generator=generator) for length in lengths]
+    logits, caches = filled(model, texts, weights, int8, new=8)
+    positions, steps = list(lengths), []
+    for _ in range(2):
+        steps.append([])
+        for slot in rows:
+            steps[-1].append((slot, positions[slot]))
+            positions[slot] += 1
+    known = list(zip(texts, logits, strict=True))
+    errors = errors_of(library, monkeypatch, weights, model, caches, known, steps)
+    limit = 2e-2 if int8 else 4e-3
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
