@@ -89,8 +89,8 @@ struct Attention {
   static constexpr int BYTES = ELEMENT_BYTES<ELEMENT>, ROW = HD * BYTES;
   static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, TILE = TILE_POSITIONS;
   static constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>, TILES = SPAN / TILE, CHUNKS = SPAN / POSITIONS;  // of a span
-  static constexpr int OWN =
-      std::min(HD, 128);  // dimensions of values that a warp has: of more, two warps side by side
+  // Dimensions of values that a warp has: of more, two warps side by side.
+  static constexpr int OWN = std::min(HD, 128);
   static_assert(HD <= 256 && TILES * TILE == SPAN && CHUNKS <= 2);
 
   // Of a tile of a chunk, a lane q takes positions 4 tile to 4 tile + 3 of each quarter q of the chunk: k = 2q, 2q + 1,

@@ -74,13 +74,13 @@ struct Cta {
   }
   __device__ __forceinline__ int unpark() {
     begin_phase();
-    asm volatile("" ::: "memory");
+    asm volatile("" ::: "memory");  // or the compiler would still know, and need registers
     ring = parked().ring;
     return parked().phase;
   }
-  // What the inputs of a layer are tagged with.
-  __device__ __forceinline__ uint32_t& first_tag() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
-  __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(first_tag() + layer); }
+  // How many inputs of layers there were before this step, modulo TAG; what a layer's is tagged with.
+  __device__ __forceinline__ uint32_t& counted() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
+  __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(counted() + layer); }
   __device__ __forceinline__ const trirun_int2& weight(int phase) const {
     return (&layer(phase / PRODUCTS).qkv)[phase % PRODUCTS];
   }

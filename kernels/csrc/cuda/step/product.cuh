@@ -210,14 +210,14 @@ struct Multiplier {
       sums.clear();
       uint32_t limbs = limbs0, scale = scales0;
       // Of GROUPS, scales and zero points of the next k tile, on their way while one is multiplied.
-      int64_t group =
+      int64_t from =
           static_cast<int64_t>(g.k_first + k_first) * weight.n + n_tile_of(g, product, tile) * N_TILE + lane / 4 * 8;
       typename S::RowScales row_scales{};
       const auto next_rows = [&](bool wanted) {
         if (!wanted) return;
-        row_scales.scales = __ldg(reinterpret_cast<const uint4*>(weight.scales + group));
-        if constexpr (S::ZEROS) row_scales.zeros = __ldg(reinterpret_cast<const uint4*>(weight.zeros + group));
-        group += weight.n;
+        row_scales.scales = __ldg(reinterpret_cast<const uint4*>(weight.scales + from));
+        if constexpr (S::ZEROS) row_scales.zeros = __ldg(reinterpret_cast<const uint4*>(weight.zeros + from));
+        from += weight.n;
       };
       if constexpr (S::GROUPS) next_rows(k_first < k_last);
       Ring at = first;

@@ -93,10 +93,10 @@ constexpr int EMPTY_ARRIVALS = 2 * CHUNK_K_TILES;
 struct Memory {
   int stages;
   int slots, slot_buffer;  // float [2][local units][n tiles of a unit][parts][rows][64], and bytes of the first
-  int attention;  // float [warps that attend][heads, HEADS at most][head_dim + 4]: in the place of the first slots
+  int attention;  // float [parts of attention][heads, HEADS at most][head_dim + 4]: in the place of the first slots
   int limbs, limb_buffer;  // of this CTA's k of an input, two of them: [k tile][half 2][column][t 4][16 bytes]
   int scales, scale_buffer;  // float2 [2][k tiles][rows]
-  int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; then uint64: when to give up
+  int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; uint64: when to give up; uint32
   int residual;  // float4 [local units of the hidden size][rows][16]
   int parked;  // Parked [WARPS]
   int heads;  // float [WARPS][head_dim]: in the place of the second input's limbs

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
     c.at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
-  if (threadIdx.x == 64) c.first_tag() = tag_of(*reinterpret_cast<volatile uint32_t*>(a.counter)) - 1;
+  if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
   __syncthreads();
   cluster_arrive();
   cluster_wait();
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   }
   // A CTA's shared memory is there until the others have written to it.
   __syncthreads();
-  if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = c.first_tag() + static_cast<uint32_t>(s.layer_count) + 1;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = c.counted() + static_cast<uint32_t>(s.layer_count) + 1;
   cluster_arrive();
   cluster_wait();
 }
