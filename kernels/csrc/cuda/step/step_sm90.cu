@@ -231,7 +231,9 @@ Kernel of_heads(const trirun_cuda_step& s) {
   switch (s.head_dim) {
     case 64: return of_group<LIMBS, SCALE, 64, ELEMENT>(s);
     case 128: return of_group<LIMBS, SCALE, 128, ELEMENT>(s);
-    case 256: return of_group<LIMBS, SCALE, 256, ELEMENT>(s);
+    case 256:
+      if constexpr (SCALE == gemm_decode::PER_CHANNEL) return of_group<LIMBS, SCALE, 256, ELEMENT>(s);
+      return nullptr;  // groups besides would want more registers than there are
     default: return nullptr;
   }
 }

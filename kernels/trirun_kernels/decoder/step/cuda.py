@@ -74,9 +74,7 @@ def refusal(model: CudaModel, arch: int, heads: Sequence[Heads]) -> str | None:
         return f"more than {MAX_LAYERS} layers"
     if shape.norm != "rms" or model.final_norm_bias is not None or shape.residual_scale != 1:
         return "norms or scales that it has no form for"
-    return (
-        _layer_refusal(first, shape.hidden) or _weights_refusal(model.layers, model.act_bits) or _heads_refusal(heads)
-    )
+    return _layer_refusal(first, shape.hidden) or _weights_refusal(model) or _heads_refusal(heads)
 
 
 def _layer_refusal(layer: LayerShape, hidden: int) -> str | None:
@@ -98,9 +96,9 @@ def _layer_refusal(layer: LayerShape, hidden: int) -> str | None:
     return "a size below 256" if min(sizes) < 2 * K_TILE else None
 
 
-def _weights_refusal(layers: Sequence[CudaLayer], act_bits: int) -> str | None:
+def _weights_refusal(model: CudaModel) -> str | None:
     specs = set()
-    for layer in layers:
+    for layer in model.layers:
         if len(layer.qkv) != 1 or len(layer.gate_up) != 1:
             return "projections that could not be joined"
         for projection in layer.projections:
@@ -117,7 +115,9 @@ def _weights_refusal(layers: Sequence[CudaLayer], act_bits: int) -> str | None:
         return f"groups of {group_size}"
     if group_size == -1 and not plain:
         return "a zero point of every row"
-    return "groups with 8-bit activations" if act_bits == 8 and group_size != -1 else None
+    if group_size != -1 and model.act_bits == 8:
+        return "groups with 8-bit activations"
+    return "groups with heads of 256" if group_size != -1 and model.shape.attentions[0].head_dim == 256 else None
 
 
 def _heads_refusal(heads: Sequence[Heads]) -> str | None:

@@ -67,6 +67,7 @@ def test_every_item_has_a_cta_for_each_of_its_splits(items, ctas):
         (GROUPS | {"spec": QuantSpec(128, None)}, 16, None),
         ({"spec": QuantSpec(-1, None)}, 16, "a zero point of every row"),
         ({"spec": QuantSpec(64, 1.0)}, 16, "groups of 64"),
+        (GROUPS | {"head_dim": 256}, 16, "groups with heads of 256"),
         ({"head_dim": 32, "heads": 8}, 16, "heads that are not of 64, 128 or 256"),
         ({"layers": 97, "hidden": 128, "ffn": 128, "heads": 2, "kv_heads": 2}, 16, "more than 96 layers"),
         ({"hidden": 128, "heads": 4, "head_dim": 64}, 16, "a size below 256"),
