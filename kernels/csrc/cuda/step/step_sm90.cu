@@ -10,6 +10,7 @@
 #include "product.cuh"
 
 #include <algorithm>
+#include <array>
 
 namespace trirun::step {
 namespace {
@@ -365,33 +366,50 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
 constexpr int FEWEST_SLOTS = 2048, MOST_SLOTS = 98304;
 int more_slots(int slots) { return slots < 16384 ? slots + 2048 : slots < 32768 ? slots + 4096 : slots + 8192; }
 
-// The same, room for sums, for parts of attention and for the ring weighed against each other; of no stages where it
-// does not fit.
-Memory memory_of(const trirun_cuda_step& s, Sharing (&sharing)[PRODUCTS], int& attending_log) {
+// Where everything lies, and how many warps do what; of no stages where it does not fit.
+struct Layout {
+  Memory at;
+  Sharing sharing[PRODUCTS];
+  int attending_log;  // of the warps that attend
+};
+
+// Room for sums, for parts of attention and for the ring, weighed against each other.
+Layout weighed(const trirun_cuda_step& s) {
   const int positions = std::min(CHUNK_BYTES / (2 * s.head_dim * (s.int8_cache ? 1 : 2)), decoder::PAGE);  // of a chunk
   const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
-  Memory best{};
+  Layout best{};
   int least = 1 << 24;
-  const int most =
-      s.heads == s.kv_heads ? 3 + sides_log : 4;  // one query head a key: more parts to add than it is worth
+  // One query head a key: more parts to add than it is worth.
+  const int most = s.heads == s.kv_heads ? 3 + sides_log : 4;
   for (int attending = most; attending >= 1 + sides_log; attending--)
     for (int slots = FEWEST_SLOTS; slots <= MOST_SLOTS; slots = more_slots(slots))
       for (int other = FEWEST_SLOTS; other <= MOST_SLOTS; other = more_slots(other)) {
-        const Memory at = lay_out(s, slots, other, 1 << (attending - (s.head_dim > 128)));
-        const int chunks = at.stages - s.in_flight;
+        Layout found{lay_out(s, slots, other, 1 << (attending - (s.head_dim > 128))), {}, attending};
+        const int chunks = found.at.stages - s.in_flight;
         // No warp's next keys may be a ring ahead.
         if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), 4)) break;
         int cost = 16384 >> (attending - sides_log);  // of 128 positions: 2,000 cycles a tile
-        Sharing all[PRODUCTS];
         for (int product = QKV; product < PRODUCTS; product++) {
           const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);
-          cost += of_product.cost, all[product] = of_product.sharing;
+          cost += of_product.cost, found.sharing[product] = of_product.sharing;
         }
-        if (cost >= least) continue;
-        best = at, least = cost, attending_log = attending;
-        std::copy(all, all + PRODUCTS, sharing);
+        if (cost < least) best = found, least = cost;
       }
   return best;
+}
+
+// The same, of each number of rows for the sizes that were asked for last: to weigh takes up to a millisecond.
+const Layout& layout_of(const trirun_cuda_step& s) {
+  struct Known {
+    std::array<int64_t, 11> sizes;
+    Layout layout;
+  };
+  thread_local Known known[MAX_ROWS + 1]{};
+  const std::array<int64_t, 11> sizes = {s.layer_count, s.hidden,     s.ffn,  s.heads,   s.kv_heads, s.head_dim,
+                                         s.act_bits,    s.int8_cache, s.ctas, s.cluster, s.in_flight};
+  Known& of_rows = known[s.m];
+  if (of_rows.sizes != sizes) of_rows = {sizes, weighed(s)};
+  return of_rows.layout;
 }
 
 // Where the messages of each kind begin, in words of 16 bytes behind the counters; the last entry is the end.
@@ -423,9 +441,7 @@ struct Messages {
 extern "C" size_t trirun_cuda_step_messages(const trirun_cuda_step* s) {
   using namespace trirun::step;
   if (s == nullptr || check_sizes(*s)) return 0;
-  Sharing sharing[PRODUCTS];
-  int attending_log;
-  return memory_of(*s, sharing, attending_log).stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
+  return layout_of(*s).at.stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
 }
 
 extern "C" int trirun_cuda_step_ctas(const trirun_cuda_step* s) {
@@ -451,7 +467,9 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   if (facts.arch != 90) return TRIRUN_UNSUPPORTED;
   if (s->ctas > facts.sms) return TRIRUN_BAD_SHAPE;
   StepArgs args{};
-  args.s = *s, args.at = memory_of(*s, args.sharing, args.attending_log);
+  const Layout& layout = layout_of(*s);
+  args.s = *s, args.at = layout.at, args.attending_log = layout.attending_log;
+  std::copy(layout.sharing, layout.sharing + PRODUCTS, args.sharing);
   if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);
