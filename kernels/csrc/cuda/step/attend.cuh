@@ -90,7 +90,7 @@ struct Attention {
   static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, TILE = TILE_POSITIONS;
   static constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>, TILES = SPAN / TILE, CHUNKS = SPAN / POSITIONS;  // of a span
   // Dimensions of values that a warp has: of more, two warps side by side.
-  static constexpr int OWN = std::min(HD, 128);
+  static constexpr int OWN = std::min(HD, OWN_DIMENSIONS);
   static_assert(HD <= 256 && TILES * TILE == SPAN && CHUNKS <= 2);
 
   // Of a tile of a chunk, a lane q takes positions 4 tile to 4 tile + 3 of each quarter q of the chunk: k = 2q, 2q + 1,
@@ -321,8 +321,9 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
       v[i] = there ? reinterpret_cast<const float4*>(head)[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-    const int64_t at =
-        decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1) * (HD / 4);
+    const int64_t token =
+        decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
+    const int64_t at = token * (HD / 4);
     void* cache = part == 0 ? layer.keys : layer.values;
     const int at_newest = span.fresh - 1 - back;
     const uint32_t own = newest(c) + (part == 0 ? at_newest * ROW : NEWEST_VALUES + value_offset(at_newest));
@@ -337,7 +338,7 @@ struct Attention {
         if (there && stored) static_cast<uint32_t*>(cache)[at + w] = code[i];
       }
       if (lane == 0) store_shared(newest(c) + NEWEST_SCALES + at_newest * 8 + part * 4, __half2float(scale));
-      if (lane == 0 && stored) static_cast<__half*>(layer.scales)[2 * at / (HD / 4) + part] = scale;
+      if (lane == 0 && stored) static_cast<__half*>(layer.scales)[2 * token + part] = scale;
     } else {
 #pragma unroll
       for (int i = 0; i < WORDS; i++) {
@@ -358,7 +359,7 @@ struct Attention {
     const uint32_t tag = c.tag(index);
     // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are
     // wanted: there are few registers.
-    constexpr int OWN_LOG = HD > OWN;
+    constexpr int OWN_LOG = owners_log_of(HD);
     const int group = c.a.group, sides_log = sides_log_of(group, HD), workers = workers_of(c.a);
     const auto worker = [&] { return c.warp() >> sides_log; };
     const auto first_head = [&] { return (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS; };

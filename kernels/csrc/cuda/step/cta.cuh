@@ -81,9 +81,6 @@ struct Cta {
   // How many inputs of layers there were before this step, modulo TAG; what a layer's is tagged with.
   __device__ __forceinline__ uint32_t& counted() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
   __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(counted() + layer); }
-  __device__ __forceinline__ const trirun_int2& weight(int phase) const {
-    return (&layer(phase / PRODUCTS).qkv)[phase % PRODUCTS];
-  }
   __device__ __forceinline__ const Geometry& geometry(int product) const {
     return at<const Geometry>(a.at.plan)[product];
   }
@@ -100,6 +97,10 @@ struct Cta {
     while (at.stage >= static_cast<uint32_t>(a.at.stages)) at.stage -= a.at.stages, at.phase ^= 1;
   }
 };
+
+__device__ __forceinline__ const trirun_int2& weight_of(const trirun_cuda_step_layer& layer, int product) {
+  return (&layer.qkv)[product];
+}
 
 // An input of a product: its values, those of a norm times its weights, but without its factor.
 struct Input {

@@ -176,7 +176,7 @@ struct Finisher {
     const int lane = c.lane(), half = this->half(), rows_log = c.a.tokens_log, rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP;
     const int parts = c.cluster() * g.sharing.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
-    const trirun_int2& weight = (&layer.qkv)[product];
+    const trirun_int2& weight = weight_of(layer, product);
     const void* bias = (&layer.qkv_bias)[product];
     const float* norm = nullptr;
     float4 *words = c.a.qkv, *to_headers = nullptr;

@@ -151,6 +151,7 @@ struct Multiplier {
     const uint32_t limbs = c.shared + c.a.at.limbs + buffer * c.a.at.limb_buffer + lane / 16 * columns * 64 +
                            lane % 4 * 16 + lane / 4 % 4 * 4;
     const uint32_t scales = c.shared + c.a.at.scales + buffer * c.a.at.scale_buffer;
+    // Factors are made twice a layer in either buffer, also for CTAs without units: their parity is the product's.
     bool waits = LIMBS == 1;
 #pragma unroll 1
     for (int pair = c.warp(); pair < pairs; pair += WARPS) {
@@ -181,7 +182,7 @@ struct Multiplier {
     const int product = phase % PRODUCTS;
     const Geometry& g = c.geometry(product);
     if (g.units == 0) return;
-    const trirun_int2& weight = c.weight(phase);
+    const trirun_int2& weight = weight_of(c.layer(phase / PRODUCTS), product);
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
     const auto over_parts = [&](int v) { return v * g.of_parts >> 16; };

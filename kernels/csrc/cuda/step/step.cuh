@@ -79,11 +79,13 @@ constexpr int HEADS = 8;  // query heads of one key head that a warp attends wit
 constexpr int PACKED_HEADS = 4;  // at most, where both parts of a number have a column each (attend.cuh)
 // Floats of a part of a head in shared memory: values, largest score, sum of weights.
 __host__ __device__ constexpr int part_floats(int head_dim) { return head_dim + 4; }
-// Warps side by side that attend with others of a key head's query heads, as a logarithm; and with others of its
-// dimensions, too.
+constexpr int OWN_DIMENSIONS = 128;  // of a head's values that a warp has, at most
+// Warps side by side that attend with others of a key head's query heads, of its dimensions, and of either, as
+// logarithms.
 __host__ __device__ constexpr int groups_log_of(int group) { return group > HEADS; }
+__host__ __device__ constexpr int owners_log_of(int head_dim) { return head_dim > OWN_DIMENSIONS; }
 __host__ __device__ constexpr int sides_log_of(int group, int head_dim) {
-  return groups_log_of(group) + (head_dim > 128);
+  return groups_log_of(group) + owners_log_of(head_dim);
 }
 
 // Arrivals that set a chunk's stage free.
@@ -108,9 +110,15 @@ struct Memory {
   int total;
 };
 
-struct StepArgs {
-  trirun_cuda_step s;
+// Where everything lies, and how many warps do what; of no stages where it does not fit.
+struct Layout {
   Memory at;
+  Sharing sharing[PRODUCTS];
+  int attending_log;  // of the warps that attend
+};
+
+struct StepArgs : Layout {
+  trirun_cuda_step s;
   uint32_t* counter;  // counts inputs of layers: what messages are tagged with
   uint32_t* status;  // not 0: a wait took too long
   // Messages, by row: words, and of every 64 values a header, their squares' sum and largest.
@@ -118,11 +126,9 @@ struct StepArgs {
       *gated, *gated_headers;
   int tokens_log;  // of rows, a power of two
   int cluster_log;
-  Sharing sharing[PRODUCTS];
   int group;  // query heads of a key head
   int head_words_log;  // of four floats
   float key_heads_of_head;  // 1 / group
-  int attending_log;  // of the warps that attend
   uint32_t nought;  // 0, which the compiler does not know
 };
 

@@ -48,7 +48,8 @@ struct Stream {
     if (norm != nullptr)
       for (int line = c.lane(); line < g.k_tiles * K_TILE / OF_LINE; line += 32)
         prefetch_l2(norm + g.k_first * K_TILE + line * OF_LINE);
-    if (!GROUPS && c.lane() < g.tiles) prefetch_l2((&layer.qkv)[which].scales + n_tile_of(g, which, c.lane()) * N_TILE);
+    if (!GROUPS && c.lane() < g.tiles)
+      prefetch_l2(weight_of(layer, which).scales + n_tile_of(g, which, c.lane()) * N_TILE);
   }
 
   // Scales and zero points of groups, of so many k tiles.
@@ -62,7 +63,7 @@ struct Stream {
   __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
     const Geometry& g = c.geometry(which);
     const int tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
-    const trirun_int2& weight = (&layer.qkv)[which];
+    const trirun_int2& weight = weight_of(layer, which);
     const auto* words = reinterpret_cast<const uint8_t*>(weight.words);
     if (c.warp() == WARPS + FINISHERS) prefetch(layer, which);
     int tile = 0, chunk = next;
@@ -366,13 +367,6 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
 constexpr int FEWEST_SLOTS = 2048, MOST_SLOTS = 98304;
 int more_slots(int slots) { return slots < 16384 ? slots + 2048 : slots < 32768 ? slots + 4096 : slots + 8192; }
 
-// Where everything lies, and how many warps do what; of no stages where it does not fit.
-struct Layout {
-  Memory at;
-  Sharing sharing[PRODUCTS];
-  int attending_log;  // of the warps that attend
-};
-
 // Room for sums, for parts of attention and for the ring, weighed against each other.
 Layout weighed(const trirun_cuda_step& s) {
   const int positions = std::min(CHUNK_BYTES / (2 * s.head_dim * (s.int8_cache ? 1 : 2)), decoder::PAGE);  // of a chunk
@@ -384,7 +378,7 @@ Layout weighed(const trirun_cuda_step& s) {
   for (int attending = most; attending >= 1 + sides_log; attending--)
     for (int slots = FEWEST_SLOTS; slots <= MOST_SLOTS; slots = more_slots(slots))
       for (int other = FEWEST_SLOTS; other <= MOST_SLOTS; other = more_slots(other)) {
-        Layout found{lay_out(s, slots, other, 1 << (attending - (s.head_dim > 128))), {}, attending};
+        Layout found{lay_out(s, slots, other, 1 << (attending - owners_log_of(s.head_dim))), {}, attending};
         const int chunks = found.at.stages - s.in_flight;
         // No warp's next keys may be a ring ahead.
         if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), 4)) break;
@@ -467,9 +461,7 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   if (facts.arch != 90) return TRIRUN_UNSUPPORTED;
   if (s->ctas > facts.sms) return TRIRUN_BAD_SHAPE;
   StepArgs args{};
-  const Layout& layout = layout_of(*s);
-  args.s = *s, args.at = layout.at, args.attending_log = layout.attending_log;
-  std::copy(layout.sharing, layout.sharing + PRODUCTS, args.sharing);
+  static_cast<Layout&>(args) = layout_of(*s), args.s = *s;
   if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);
