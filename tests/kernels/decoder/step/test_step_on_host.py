@@ -37,7 +37,7 @@ CASES = [
     ({}, 16, torch.bfloat16, False, [70]),
     ({"kv_heads": 2}, 16, torch.float16, False, [17, 150]),
     ({**FOUR, "kv_heads": 2}, 16, torch.float16, True, [64, 129]),
-    ({"kv_heads": 1, "bias": True, "layers": 1}, 8, torch.float16, False, [3, 180]),
+    ({"kv_heads": 1, "bias": True, "layers": 1}, 8, torch.float16, False, [3, 130, 180, 64]),
     ({"head_dim": 128, "spec": QuantSpec(128, None), "kv_heads": 2}, 16, torch.float16, False, [90, 3]),
     ({"heads": 6, "kv_heads": 1}, 16, torch.float16, True, [140]),
     ({**WIDEST, "kv_heads": 2}, 8, torch.float16, False, [75, 21]),
@@ -49,7 +49,7 @@ CASES = [
     ({**WIDE, "heads": 2, "kv_heads": 1, "activation": "relu2"}, 8, torch.float16, False, [77]),
     ({**WIDE, "kv_heads": 2}, 16, torch.float16, True, [33, 140]),
     ({"spec": QuantSpec(-1, 1.5), "activation": "gelu_tanh", "ffn": 640}, 16, torch.float16, False, [5] * 4),
-    ({"kv_heads": 2, "ffn": 256, "layers": 1}, 8, torch.bfloat16, False, [9, 20]),
+    ({"kv_heads": 2, "ffn": 256, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
     ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
     ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
     ({**FOUR, "kv_heads": 1, "sub_norm": True}, 8, torch.float16, False, [170]),
@@ -181,6 +181,7 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
 @pytest.mark.parametrize(
     ("options", "int8", "lengths", "rows"),
     [
+        ({"kv_heads": 2}, False, [70], [0, 0]),
         ({"kv_heads": 2}, False, [100, 17], [0, 1, 1, 1]),
         ({**FOUR, "kv_heads": 2}, True, [131], [0] * 4),
         ({"heads": 6, "kv_heads": 1}, True, [0, 90], [0, 0, 1, 1]),
