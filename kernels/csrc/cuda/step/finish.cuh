@@ -194,7 +194,7 @@ struct Finisher {
     // Of one limb others wait for these; of two they are wanted with the sums.
     bool known = LIMBS == 1;
     float of_rows = 1.f;
-    if (known) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
+    if (known && g.units > 0) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int local = task >> rows_log, row = task & (rows - 1), unit = unit_of(g, local);

@@ -151,7 +151,8 @@ struct Multiplier {
     const uint32_t limbs = c.shared + c.a.at.limbs + buffer * c.a.at.limb_buffer + lane / 16 * columns * 64 +
                            lane % 4 * 16 + lane / 4 % 4 * 4;
     const uint32_t scales = c.shared + c.a.at.scales + buffer * c.a.at.scale_buffer;
-    // Factors are made twice a layer in either buffer, also for CTAs without units: their parity is the product's.
+    // Factors are made for products of which the CTA has units: of a buffer's two, or of one, once a layer.
+    const int parity = LIMBS == 1 && c.geometry(product ^ 2).units == 0 ? phase / PRODUCTS & 1 : product >> 1;
     bool waits = LIMBS == 1;
 #pragma unroll 1
     for (int pair = c.warp(); pair < pairs; pair += WARPS) {
@@ -161,7 +162,7 @@ struct Multiplier {
         v = joined(c, row, word, tag);
       else
         v = received(words + row * g.all_k_tiles * 32 + word, tag, c.patience());
-      if (waits) barrier_wait(c.factor_barrier(buffer), product >> 1), waits = false;
+      if (waits) barrier_wait(c.factor_barrier(buffer), parity), waits = false;
       QuantizedKTile q;
       if constexpr (LIMBS == 1)
         q = quantize_k_tile8(scaled(v, of_rows[row]), of_rows[MAX_ROWS + row]);
@@ -173,7 +174,7 @@ struct Multiplier {
       const float sum = q.sum128();
       if (lane == 0) store_shared2(scales + pair * 8, q.scale, sum);
     }
-    if (waits) barrier_wait(c.factor_barrier(buffer), product >> 1);
+    if (waits) barrier_wait(c.factor_barrier(buffer), parity);
     meet();
   }
 
