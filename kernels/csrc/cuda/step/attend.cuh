@@ -230,29 +230,69 @@ struct Attention {
     }
   }
 
+  // The first of a lane's heads.
+  __device__ __forceinline__ static int head_of(int lane) { return lane % (PACKED ? 2 : 4) * 2; }
+
+  // This warp's largest scores, to shared memory.
+  __device__ __forceinline__ void tell(uint32_t to) const {
+    const int lane = lane_anew();
+    if (lane < 4) store_shared2(to + head_of(lane) * 4, highest[0], highest[1]);
+  }
+
+  // From weights by the warp's own largest scores to such by those of all parts, so that these need only be added.
+  // scores: what they told, this many bytes apart.
+  __device__ __forceinline__ void agree(uint32_t scores, int stride, int parts) {
+    const int lane = lane_anew();
+    const uint32_t from = scores + head_of(lane) * 4;
+    float most[2] = {highest[0], highest[1]};
+#pragma unroll 1
+    for (int part = lane / 4; part < parts; part += 8) {
+      const float2 other = load_shared_float2(from + part * stride);
+      most[0] = fmaxf(most[0], other.x), most[1] = fmaxf(most[1], other.y);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], offset));
+      const float factor = exp2_approximate(highest[h] - most[h]);
+      highest[h] = most[h], weight[h] *= factor;
+#pragma unroll
+      for (int t = 0; t < OWN / 16; t++) value[t][h] *= factor, value[t][2 + h] *= factor;
+    }
+  }
+
   // This warp's part of each of its heads to shared memory: words from the own-th on, as messages have them, the
   // largest score, and the sum of weights.
   __device__ __forceinline__ void leave(uint32_t to, int own, int heads) {
-    const int lane = lane_anew(), g = lane / 4, q = lane % 4;
-    if constexpr (PACKED) {
-#pragma unroll
-      for (int t = 0; t < OWN / 16; t++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) value[t][i] += __shfl_xor_sync(~0u, value[t][i], 2);
-    }
+    const int lane = lane_anew(), g = lane / 4, first = head_of(lane);
+    // PACKED: lanes 2 apart have parts of the same values, and add up half of them each.
+    constexpr int COUNT = OWN / 16 / (PACKED ? 2 : 1);
+    const bool upper = PACKED && lane % 4 >= 2;
+    if (upper) own += COUNT / 4 * 16 + COUNT % 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      if (h == 1 && heads == 1) break;
       float sum = weight[h];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (2 * q + h >= heads) continue;  // or a copy
-      const uint32_t part = to + (2 * q + h) * part_floats(HD) * 4;
+      const uint32_t part = to + (first + h) * part_floats(HD) * 4;
+      const bool real = first + h < heads;  // or a copy
 #pragma unroll
-      for (int t = 0; t < OWN / 16; t++) {
+      for (int t = 0; t < COUNT; t++) {
+        float pair[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          pair[i] = value[t][2 * i + h];
+          if constexpr (PACKED) {
+            const float later = value[COUNT + t][2 * i + h];
+            pair[i] = (upper ? later : pair[i]) + __shfl_xor_sync(~0u, upper ? pair[i] : later, 2);
+          }
+        }
         const int word = own + t / 4 * 16 + g / 2 * 4 + t % 4;
-        store_shared2(part + word * 16 + g % 2 * 8, value[t][h], value[t][2 + h]);
+        if (real) store_shared2(part + word * 16 + g % 2 * 8, pair[0], pair[1]);
       }
-      if (g == 0) store_shared2(part + HD * 4, highest[h], sum);
+      if (real && g == 0 && !upper) store_shared2(part + HD * 4, highest[h], sum);
     }
   }
 
@@ -429,9 +469,12 @@ struct Attention {
           c.move(at, (workers + tile % TILES) / TILES * CHUNKS);
           tile += workers;
         } while (tile < tiles + last);
+        const auto scores = [&](int warp) { return c.shared + c.a.at.highest + warp * HEADS * 4; };
+        attention.tell(scores(c.warp()));
         meet_after_reading();
         c.begin_phase();
         const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
+        attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, span.parts);
         attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
         __syncwarp();
       } else {

@@ -246,7 +246,7 @@ struct Finisher {
     return c.row_splits()[row].splits * c.row_splits()[row].giving_warps;
   }
 
-  // What this CTA's warps have of its part of the keys, joined: a word a lane.
+  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane.
   __device__ __forceinline__ Part joined(int word, int parts) const {
     const int part_bytes = part_floats(c.a.s.head_dim) * 4, head = word >> c.a.head_words_log;
     const int within = word & ((1 << c.a.head_words_log) - 1), in_warp = min(c.a.group, HEADS);
@@ -254,13 +254,12 @@ struct Finisher {
     const uint32_t from = of_head + within * 16, headers = of_head + (16 << c.a.head_words_log);
     const int stride = (in_warp * part_bytes) << groups_log_of(c.a.group);
     Part part;
-    float most = NOTHING;
+    part.most = load_shared_float(headers);
 #pragma unroll 4
-    for (int i = 0; i < parts; i++) most = fmaxf(most, load_shared_float(headers + i * stride));
-    part.most = most;
-#pragma unroll 4
-    for (int i = 0; i < parts; i++)
-      part.add(load_shared_float4(from + i * stride), load_shared_float2(headers + i * stride));
+    for (int i = 0; i < parts; i++) {
+      part.values = part.values + load_shared_float4(from + i * stride);
+      part.weights += load_shared_float(headers + 4 + i * stride);
+    }
     return part;
   }
 

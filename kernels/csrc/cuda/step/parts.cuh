@@ -21,11 +21,6 @@ struct Part {
     values = make_float4(fmaf(v.x, factor, values.x), fmaf(v.y, factor, values.y), fmaf(v.z, factor, values.z),
                          fmaf(v.w, factor, values.w));
   }
-  __device__ __forceinline__ void add(float4 v, float2 header) {
-    const float factor = exp2_approximate(header.x - most);
-    add_values(v, factor);
-    weights = fmaf(header.y, factor, weights);
-  }
   __device__ __forceinline__ float4 attended() const { return scaled(values, __fdividef(1.f, weights)); }
 };
 

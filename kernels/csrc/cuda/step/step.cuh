@@ -102,6 +102,7 @@ struct Memory {
   int residual;  // float4 [local units of the hidden size][rows][16]
   int parked;  // Parked [WARPS]
   int heads;  // float [WARPS][head_dim]: in the place of the second input's limbs
+  int highest;  // float [WARPS][HEADS]: of those that attend, their largest scores
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // new keys and new values [MAX_FRESH], and float2 [MAX_FRESH]: their scales of 8 bits
   int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts

@@ -348,6 +348,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
+  at.highest = take(WARPS * HEADS * 4);
   at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
   at.newest = take(MAX_FRESH * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
   at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
@@ -357,7 +358,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
   for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
-                      &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
+                      &at.highest, &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;
