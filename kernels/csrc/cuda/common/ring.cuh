@@ -14,6 +14,11 @@ struct Ring {
   __device__ __forceinline__ void advance(int stages) {
     if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
   }
+  // Back by one.
+  __device__ __forceinline__ void retreat(int stages) {
+    if (stage == 0) stage = stages, phase ^= 1;
+    stage--;
+  }
   // By several, at most `stages`: teams that take turns.
   __device__ __forceinline__ void advance(int stages, int step) {
     stage += step;

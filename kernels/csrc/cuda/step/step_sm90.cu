@@ -16,7 +16,8 @@ namespace trirun::step {
 namespace {
 
 // Everything that this CTA reads of weights and caches, in the order in which it is needed: a warp brings every
-// STREAMS-th chunk, since asking for one takes as long as a chunk takes to come.
+// STREAMS-th chunk, since asking for one takes as long as a chunk takes to come. Once a chunk is asked for, all but the
+// `in_flight` before it have come, whichever warp brought them: who waits for a chunk ahead relies on that.
 template <int HD, int ELEMENT, bool GROUPS>
 struct Stream {
   const Cta& c;
@@ -30,10 +31,14 @@ struct Stream {
   // Makes room, and announces a chunk.
   __device__ __forceinline__ void announce(uint32_t bytes) {
     barrier_wait(c.empty(filled.stage), filled.phase ^ 1);
-    if (on_way * STREAMS == c.a.s.in_flight)
+    if (on_way * STREAMS == c.a.s.in_flight) {
+      Ring before = landed;  // the other warp's
+      before.retreat(c.a.at.stages);
+      barrier_wait(c.full(before.stage), before.phase);
       barrier_wait(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages, STREAMS);
-    else
+    } else {
       on_way++;
+    }
     if (c.lane() == 0) barrier_expect(c.full(filled.stage), bytes);
   }
   __device__ __forceinline__ void copy(int to, const void* from, uint32_t bytes) const {
@@ -306,20 +311,19 @@ struct ProductParts {
   int cost = 1 << 24;
 };
 ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
-  constexpr int ISSUED = 233, WAITED = 600, ENDS = 500, ADDED = 20, SCHEDULERS = 4;
+  constexpr int ISSUED = 233, WAITED = 600, ENDS = 700, ADDED = 20, SCHEDULERS = 4;
   const int tiles = units_of(s, product) * tiles_of_unit(product), depth = depth_of(s, product);
   ProductParts best;
-  for (int parts = 1; parts <= WARPS; parts++) {
-    // No more at once than the same number of rounds takes: their weights have to be in the ring.
-    const int rounds = ceil_div(tiles, WARPS / parts), at_once = ceil_div(tiles, rounds);
-    if (slot_bytes(s, product, parts) > slots || at_once * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
-    int cost = s.cluster * parts * ADDED;
-    for (int left = tiles; left > 0; left -= at_once) {
-      const int warps = std::min(left, at_once) * parts;
-      cost += ceil_div(depth, parts) * std::max(WAITED, ISSUED * ceil_div(warps, SCHEDULERS)) + ENDS;
+  for (int parts = 1; parts <= WARPS; parts++)
+    for (int at_once = 1; at_once <= std::min(tiles, WARPS / parts); at_once++) {
+      if (slot_bytes(s, product, parts) > slots || at_once * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
+      int cost = s.cluster * parts * ADDED;
+      for (int left = tiles; left > 0; left -= at_once) {
+        const int warps = std::min(left, at_once) * parts;
+        cost += ceil_div(depth, parts) * std::max(WAITED, ISSUED * ceil_div(warps, SCHEDULERS)) + ENDS;
+      }
+      if (cost < best.cost) best = {{parts, at_once}, cost};
     }
-    if (cost < best.cost) best = {{parts, at_once}, cost};
-  }
   return best;
 }
 
@@ -381,8 +385,8 @@ Layout weighed(const trirun_cuda_step& s) {
       for (int other = FEWEST_SLOTS; other <= MOST_SLOTS; other = more_slots(other)) {
         Layout found{lay_out(s, slots, other, 1 << (attending - owners_log_of(s.head_dim))), {}, attending};
         const int chunks = found.at.stages - s.in_flight;
-        // No warp's next keys may be a ring ahead.
-        if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), 4)) break;
+        // No warp's next keys may be a ring ahead, and neither warp of the stream a round ahead of the other.
+        if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), s.in_flight + 2)) break;
         int cost = 16384 >> (attending - sides_log);  // of 128 positions: 2,000 cycles a tile
         for (int product = QKV; product < PRODUCTS; product++) {
           const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);
@@ -393,7 +397,7 @@ Layout weighed(const trirun_cuda_step& s) {
   return best;
 }
 
-// The same, of each number of rows for the sizes that were asked for last: to weigh takes up to a millisecond.
+// The same, of each number of rows for the sizes that were asked for last: to weigh takes a millisecond.
 const Layout& layout_of(const trirun_cuda_step& s) {
   struct Known {
     std::array<int64_t, 11> sizes;
