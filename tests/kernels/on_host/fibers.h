@@ -81,6 +81,7 @@ struct Fiber {
 struct Order {
   bool descending;   // of fibers
   bool copies_late;  // cp.async copies when it is waited for
+  int slow = -1;     // warp of every CTA that runs only while no other can
 };
 
 inline std::vector<Cta> ctas(MOST_CTAS);
@@ -184,12 +185,11 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
     f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
     makecontext(&f.context, enter, 0);
   }
-  for (bool left = true; left;) {
-    left = false;
-    bool moved = false;
+  bool left = true, moved = false;
+  const auto run_all = [&](bool slow) {
     for (int i = 0; i < running; i++) {
       Fiber& f = fibers[order.descending ? running - 1 - i : i];
-      if (f.done) continue;
+      if (f.done || slow != (f.thread / 32 == order.slow)) continue;
       left = true;
       if (f.at != nullptr && f.at->phase == f.phase) continue;
       if (f.cluster_waits > 0 && f.at == nullptr && !cluster_has_arrived(f.cluster_waits)) continue;
@@ -197,6 +197,11 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
       f.at = nullptr, self = &f, moved = true;
       swapcontext(&scheduler, &f.context);
     }
+  };
+  while (left) {
+    left = moved = false;
+    run_all(false);
+    if (!moved) run_all(true);
     if (left && (!moved || time(nullptr) > begun + 300)) {
       puts("deadlock");
       exit(2);

@@ -37,10 +37,11 @@ int launch_kernel(void (*kernel)(Args), const Launch& how, const Args& args) {
   static Args given;
   static void (*called)(Args);
   static bool descending;
+  const char* slow = getenv("ON_HOST_SLOW_WARP");
   given = args, called = kernel, descending = !descending;
   on_host::grid = how.grid;
-  on_host::run_cluster(
-      {0, 0, 0}, static_cast<int>(how.grid.x), how.threads, {descending, false}, [] { called(given); }, how.cluster);
+  const on_host::Order order{descending, false, slow == nullptr ? -1 : atoi(slow)};
+  on_host::run_cluster({0, 0, 0}, static_cast<int>(how.grid.x), how.threads, order, [] { called(given); }, how.cluster);
   return TRIRUN_OK;
 }
 

@@ -178,6 +178,16 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
 
 
 @needs_tools
+def test_a_warp_of_the_stream_that_hardly_runs(library, monkeypatch):
+    # Gate | up goes round the ring several times, and warps that multiply do not wait for each other there.
+    monkeypatch.setenv("ON_HOST_SLOW_WARP", "19")
+    weights = random_model(**PLAIN | EIGHT | {"kv_heads": 2, "ffn": 2048})
+    model, text = CudaModel.of(weights, "cpu", torch.float16), torch.tensor([3, 7])
+    (logits,), caches = filled(model, [text], weights, False)
+    assert max(errors_of(library, monkeypatch, weights, model, caches, [(text, logits)], [[(0, 0)]])) < 4e-3
+
+
+@needs_tools
 @pytest.mark.parametrize(
     ("options", "int8", "lengths", "rows"),
     [
