@@ -254,7 +254,7 @@ struct Finisher {
     const uint32_t from = of_head + within * 16, headers = of_head + (16 << c.a.head_words_log);
     const int stride = (in_warp * part_bytes) << groups_log_of(c.a.group);
     Part part;
-    part.most = load_shared_float(headers);
+    if (parts > 0) part.most = load_shared_float(headers);  // a split may have no keys
 #pragma unroll 4
     for (int i = 0; i < parts; i++) {
       part.values = part.values + load_shared_float4(from + i * stride);
