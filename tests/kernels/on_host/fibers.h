@@ -192,8 +192,8 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
       if (f.done || slow != (f.thread / 32 == order.slow)) continue;
       left = true;
       if (f.at != nullptr && f.at->phase == f.phase) continue;
-      if (f.cluster_waits > 0 && f.at == nullptr && !cluster_has_arrived(f.cluster_waits)) continue;
       if (!can_run(f)) continue;
+      if (f.cluster_waits > 0 && f.at == nullptr && !cluster_has_arrived(f.cluster_waits)) continue;
       f.at = nullptr, self = &f, moved = true;
       swapcontext(&scheduler, &f.context);
     }
