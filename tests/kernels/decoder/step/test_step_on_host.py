@@ -178,9 +178,10 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
 
 
 @needs_tools
-def test_a_warp_of_the_stream_that_hardly_runs(library, monkeypatch):
+@pytest.mark.parametrize("slow", [0, 15, 16, 17, 18, 19])
+def test_a_warp_that_hardly_runs(library, monkeypatch, slow):
     # Gate | up goes round the ring several times, and warps that multiply do not wait for each other there.
-    monkeypatch.setenv("ON_HOST_SLOW_WARP", "19")
+    monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
     weights = random_model(**PLAIN | EIGHT | {"kv_heads": 2, "ffn": 2048})
     model, text = CudaModel.of(weights, "cpu", torch.float16), torch.tensor([3, 7])
     (logits,), caches = filled(model, [text], weights, False)
