@@ -117,6 +117,13 @@ struct Attention {
       for (int i = 0; i < 4; i++) value[t][i] = 0.f;
   }
 
+  // Of lanes with the same heads.
+  __device__ __forceinline__ static float highest_of_lanes(float score) {
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) score = fmaxf(score, __shfl_xor_sync(~0u, score, offset));
+    return score;
+  }
+
   // Two numbers as halves, and what that leaves of them.
   __device__ __forceinline__ static void split_pair(uint32_t& high, uint32_t& low, float a, float b) {
     constexpr bool WIDE = ELEMENT == BF16;
@@ -187,8 +194,7 @@ struct Attention {
     for (int h = 0; h < 2; h++) {
       if constexpr (CODES) c[h] *= first.x, c[2 + h] *= second.x;
       float most = fmaxf(highest[h], fmaxf(there0 ? c[h] : NOTHING, there1 ? c[2 + h] : NOTHING));
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+      most = highest_of_lanes(most);
       kept[h] = exp2_approximate(highest[h] - most), highest[h] = most;
       c[h] = there0 ? exp2_approximate(c[h] - most) : 0.f, c[2 + h] = there1 ? exp2_approximate(c[2 + h] - most) : 0.f;
       weight[h] = weight[h] * kept[h] + c[h] + c[2 + h];
@@ -253,8 +259,7 @@ struct Attention {
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], offset));
+      most[h] = highest_of_lanes(most[h]);
       const float factor = exp2_approximate(highest[h] - most[h]);
       highest[h] = most[h], weight[h] *= factor;
 #pragma unroll
