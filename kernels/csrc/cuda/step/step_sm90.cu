@@ -22,20 +22,21 @@ template <int HD, int ELEMENT, bool GROUPS>
 struct Stream {
   const Cta& c;
   const uint64_t once = evict_first_policy();
-  Ring filled, landed;  // where this warp's next chunk goes, and its oldest one that is on its way
+  Ring filled, landed;  // where this warp's next chunk goes, and the next one, of any warp, that it waits for
   int on_way = 0, next;  // chunks; how many there are before this warp's next one
 
   __device__ __forceinline__ Stream(const Cta& c, uint32_t which)
-      : c(c), filled{which, 0}, landed{which, 0}, next(static_cast<int>(which)) {}
+      : c(c), filled{which, 0}, landed{which, 0}, next(static_cast<int>(which)) {
+    // Behind one of its own it waits for those of the others before it; the first of them may be none.
+    for (int i = 1; i < STREAMS; i++) landed.retreat(c.a.at.stages);
+  }
 
   // Makes room, and announces a chunk.
   __device__ __forceinline__ void announce(uint32_t bytes) {
     barrier_wait(c.empty(filled.stage), filled.phase ^ 1);
     if (on_way * STREAMS == c.a.s.in_flight) {
-      Ring before = landed;  // the other warp's
-      before.retreat(c.a.at.stages);
-      barrier_wait(c.full(before.stage), before.phase);
-      barrier_wait(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages, STREAMS);
+#pragma unroll
+      for (int i = 0; i < STREAMS; i++) barrier_wait(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages);
     } else {
       on_way++;
     }
