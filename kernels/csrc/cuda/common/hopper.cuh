@@ -45,6 +45,20 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
       : "memory");
 }
 
+// As barrier_wait, of all lanes of a warp: the compiler knows that they come out of it together, which it does not of
+// a loop that each lane leaves by itself.
+__device__ __forceinline__ void barrier_wait_warp(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, done;\n\t}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!__all_sync(~0u, done));
+}
+
 // ---- the copy engine ---------------------------------------------------------------------------------------------
 
 // Between what threads wrote to shared memory and what the copy engine or the tensor cores then read of it.

@@ -19,6 +19,11 @@ __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
+// What all lanes have alike, so that the compiler knows it: what follows from it is computed once for a warp, and behind
+// a branch on it lanes need not be brought together again.
+__device__ __forceinline__ int alike(int v) { return __shfl_sync(~0u, v, 0); }
+__device__ __forceinline__ bool there(const void* p) { return __any_sync(~0u, p != nullptr); }
+
 // What a warp that attends leaves in shared memory meanwhile, since it wants all registers.
 struct Parked {
   int phase;
@@ -29,6 +34,7 @@ struct Cta {
   const StepArgs& a;
   uint32_t shared;  // address of all its memory
   uint32_t thread;
+  const int warp_number = alike(static_cast<int>(threadIdx.x) / 32);
   Ring ring{};  // where the stream's next chunk will be: of warps that multiply
 
   __device__ __forceinline__ explicit Cta(const StepArgs& a) : a(a) { begin_phase(); }
@@ -41,7 +47,7 @@ struct Cta {
   }
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(thread % 32); }
-  __device__ __forceinline__ int warp() const { return static_cast<int>(thread / 32); }
+  __device__ __forceinline__ int warp() const { return warp_number; }
   __device__ __forceinline__ int cluster() const { return 1 << a.cluster_log; }
   __device__ __forceinline__ int rank() const { return static_cast<int>(blockIdx.x) & (cluster() - 1); }
   __device__ __forceinline__ int rows() const { return 1 << a.tokens_log; }
@@ -81,16 +87,26 @@ struct Cta {
   // How many inputs of layers there were before this step, modulo TAG; what a layer's is tagged with.
   __device__ __forceinline__ uint32_t& counted() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
   __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(counted() + layer); }
-  __device__ __forceinline__ const Geometry& geometry(int product) const {
-    return at<const Geometry>(a.at.plan)[product];
+  __device__ __forceinline__ Geometry geometry(int product) const {
+    const int* first_unit = a.first_units[product] + (blockIdx.x >> a.cluster_log);
+    Geometry g;
+    g.first = first_unit[0], g.units = first_unit[1] - g.first;
+    g.local = (g.units - rank() + cluster() - 1) >> a.cluster_log;
+    g.all_k_tiles = a.k_tiles[product], g.n_tiles = a.n_tiles[product];
+    g.k_first = g.all_k_tiles * rank() >> a.cluster_log;
+    g.k_tiles = (g.all_k_tiles * (rank() + 1) >> a.cluster_log) - g.k_first;
+    g.tiles = g.units * tiles_of_unit(product), g.tile_chunks = ceil_div(g.k_tiles, CHUNK_K_TILES);
+    g.sharing = a.sharing[product];
+    return g;
   }
-  __device__ __forceinline__ const Item* items() const {
-    return at<const Item>(a.at.plan + PRODUCTS * static_cast<int>(sizeof(Geometry)));
-  }
+  __device__ __forceinline__ const Item* items() const { return at<const Item>(a.at.plan); }
   __device__ __forceinline__ const RowSplits* row_splits() const {
     return reinterpret_cast<const RowSplits*>(items() + MAX_ITEMS);
   }
-  __device__ __forceinline__ int item_count() const { return *reinterpret_cast<const int*>(row_splits() + MAX_ROWS); }
+  __device__ __forceinline__ int splits_of(int row) const { return alike(row_splits()[row].splits); }
+  __device__ __forceinline__ int item_count() const {
+    return alike(*reinterpret_cast<const int*>(row_splits() + MAX_ROWS));
+  }
 
   __device__ __forceinline__ void move(Ring& at, int chunks) const {
     at.stage += chunks;

@@ -62,7 +62,8 @@ struct Finisher {
     Row row{0.f, 0.f};
     uint32_t largest = 0;
 #pragma unroll 1
-    for (int base = lane; base < count + lane; base += AT_ONCE * 32) {
+    for (int first = 0; first < count; first += AT_ONCE * 32) {
+      const int base = first + lane;
       Word words[AT_ONCE];
       uint32_t wanted = 0;
 #pragma unroll
@@ -94,7 +95,7 @@ struct Finisher {
     };
     float own = 1.f;
     if constexpr (LIMBS == 2) {
-      if (in.norm == nullptr || first_task() >= g.local << c.a.tokens_log) return own;
+      if (!there(in.norm) || first_task() >= g.local << c.a.tokens_log) return own;
 #pragma unroll 1
       for (int row = 0; row < c.rows(); row++) {
         const float factor = factor_of(of_row(row).squares, k);
@@ -104,7 +105,7 @@ struct Finisher {
 #pragma unroll 1
       for (int row = first_task(); row < c.rows(); row += FINISHERS) {
         const Row r = of_row(row);
-        const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
+        const float factor = there(in.norm) ? factor_of(r.squares, k) : 1.f;
         float* to = c.factors(buffer) + row;
         if (lane == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
       }
@@ -115,7 +116,7 @@ struct Finisher {
   }
 
   __device__ __forceinline__ float4 bias_of(const void* bias, int row) const {
-    if (bias == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
+    if (!there(bias)) return make_float4(0.f, 0.f, 0.f, 0.f);
     const int dtype = c.a.s.dtype;
     return make_float4(load_element(bias, row, dtype), load_element(bias, row + 1, dtype),
                        load_element(bias, row + 8, dtype), load_element(bias, row + 9, dtype));
@@ -169,7 +170,7 @@ struct Finisher {
   __device__ __forceinline__ void run(int phase) {
     c.begin_phase();
     const int product = phase % PRODUCTS, index = phase / PRODUCTS;
-    const Geometry& g = c.geometry(product);
+    const Geometry g = c.geometry(product);
     const trirun_cuda_step& s = c.a.s;
     const trirun_cuda_step_layer& layer = c.layer(index);
     uint32_t tag = c.tag(index);
@@ -201,7 +202,7 @@ struct Finisher {
       const int n = unit * N_TILE + row_in_unit(), own_n = pairs ? n + half * units * N_TILE : n;
       const uint2 weights = weights_of(weight, own_n);
       const float4 biases = bias_of(bias, own_n);
-      const float4 norms = norm == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : load_rows(norm + n);
+      const float4 norms = there(norm) ? load_rows(norm + n) : make_float4(1.f, 1.f, 1.f, 1.f);
       const uint32_t barrier = c.sums_barrier(buffer, local);
       if (row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
       if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
@@ -210,7 +211,7 @@ struct Finisher {
       // Twice, the first time for nothing but the instructions, which are there then when the sums come.
 #pragma unroll 1
       for (int real = 0; real < 2; real++) {
-        if (real) barrier_wait(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
+        if (real) barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
         float4 v = pairs ? added(from, parts, step) : added(from + half * step, (parts + 1 - half) >> 1, 2 * step);
         if (!pairs) v = v + from_other_half(v);
         float4 raw = weighted(scaled(exchanged(v), factor), weights) + biases;
@@ -243,7 +244,7 @@ struct Finisher {
 
   // Headers of a key head's output: of each split, one from every warp that gives words.
   __device__ __forceinline__ int attended_headers(int row) const {
-    return c.row_splits()[row].splits * c.row_splits()[row].giving_warps;
+    return c.splits_of(row) * alike(c.row_splits()[row].giving_warps);
   }
 
   // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane.
@@ -272,19 +273,20 @@ struct Finisher {
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
       const Item& span = c.items()[at_item];
-      const int splits = span.splits, lane = c.lane();
-      if (span.split >= splits) continue;
+      const int splits = alike(span.splits), lane = c.lane();
+      if (alike(span.split) >= splits) continue;
       have_read();
       const Parts of_row{c, span.row, span.kv_head};
       const int words = of_row.words();
       const bool by_readers = joined_by_readers(c, layer, span.row);
+      const bool sub_norm = there(layer.attention_sub_norm);
       float squares = 0.f;
       uint32_t largest = 0;
       const auto give = [&](int word, const Part& part) {
         const float4 v = part.attended();
         float4 sent = v;
         const int at = span.kv_head * words + word;
-        if (layer.attention_sub_norm != nullptr)
+        if (sub_norm)
           sent = v * load_rows(layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2);
         send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, sent, tag);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
@@ -293,7 +295,7 @@ struct Finisher {
       // As run does: once for nothing but the instructions.
 #pragma unroll 1
       for (int real = 0; real < 2; real++) {
-        if (real) barrier_wait(c.parts_barrier(), parts);
+        if (real) barrier_wait_warp(c.parts_barrier(), parts);
 #pragma unroll 1
         for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
           const Part part = joined(word, span.parts);
@@ -322,7 +324,7 @@ struct Finisher {
           if (mine) give(word, part);
         }
       }
-      const int giving_warps = c.row_splits()[span.row].giving_warps;
+      const int giving_warps = alike(c.row_splits()[span.row].giving_warps);
       if (!headers || first_task() >= giving_warps) continue;
       squares = decoder::warp_sum(squares);
       largest = __reduce_max_sync(~0u, largest);
@@ -336,7 +338,7 @@ struct Finisher {
   __device__ __forceinline__ void begin() const {
     const uint32_t tag = c.tag(0);
     const trirun_cuda_step& s = c.a.s;
-    const Geometry& g = c.geometry(O);
+    const Geometry g = c.geometry(O);
     const int rows_log = c.a.tokens_log;
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
@@ -353,7 +355,7 @@ struct Finisher {
   __device__ __forceinline__ void end() const {
     const trirun_cuda_step& s = c.a.s;
     const uint32_t tag = c.tag(static_cast<int>(s.layer_count));
-    const Geometry& g = c.geometry(O);
+    const Geometry g = c.geometry(O);
     const int rows_log = c.a.tokens_log, hidden = static_cast<int>(s.hidden);
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {

@@ -60,40 +60,37 @@ __device__ __noinline__ bool patience_over(uint32_t* status, uint32_t deadline) 
 }
 
 // Waits for the words of a warp's lanes that are `stride` words apart, of which bit i of wanted is set: asks for all at
-// once, and again for those that were not there.
+// once, and again for those that were not there. Lanes leave together, as the compiler knows by the vote.
 template <int COUNT>
 __device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* from, int stride, uint32_t wanted,
                                         uint32_t tag, const Patience& patience) {
   int spins = SPINS;
-  const auto gives_up = [&] {
-    if (--spins > 0) return false;
-    spins = SPINS;
-    return patience_over(patience.status, patience.deadline);
-  };
 #pragma unroll 1
-  do {
+  for (;;) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
       if (wanted >> i & 1) words[i] = Word::load(from + i * stride);
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
       if (words[i].carries(tag)) wanted &= ~(1u << i);
-  } while (wanted != 0 && !gives_up());
-  __syncwarp();
+    if (!__any_sync(~0u, wanted != 0)) break;
+    if (--spins > 0) continue;
+    spins = SPINS;
+    if (__any_sync(~0u, patience_over(patience.status, patience.deadline))) break;
+  }
 }
 
 __device__ __forceinline__ float4 received(const float4* from, uint32_t tag, const Patience& patience) {
   int spins = SPINS;
-  Word word = Word::load(from);
+  Word word;
 #pragma unroll 1
-  while (!word.carries(tag)) {
-    if (--spins == 0) {
-      if (patience_over(patience.status, patience.deadline)) break;
-      spins = SPINS;
-    }
+  for (;;) {
     word = Word::load(from);
+    if (!__any_sync(~0u, !word.carries(tag))) break;
+    if (--spins > 0) continue;
+    spins = SPINS;
+    if (__any_sync(~0u, patience_over(patience.status, patience.deadline))) break;
   }
-  __syncwarp();
   return word.values();
 }
 

@@ -133,7 +133,7 @@ struct Multiplier {
     const int head = word >> c.a.head_words_log;
     const Parts parts{c, row, static_cast<int>((static_cast<float>(head) + 0.5f) * c.a.key_heads_of_head)};
     Part part;
-    parts.join(part, word - parts.kv_head * parts.words(), 0, c.row_splits()[row].splits, true, tag);
+    parts.join(part, word - parts.kv_head * parts.words(), 0, c.splits_of(row), true, tag);
     return part.attended();
   }
 
@@ -162,7 +162,7 @@ struct Multiplier {
         v = joined(c, row, word, tag);
       else
         v = received(words + row * g.all_k_tiles * 32 + word, tag, c.patience());
-      if (waits) barrier_wait(c.factor_barrier(buffer), parity), waits = false;
+      if (waits) barrier_wait_warp(c.factor_barrier(buffer), parity), waits = false;
       QuantizedKTile q;
       if constexpr (LIMBS == 1)
         q = quantize_k_tile8(scaled(v, of_rows[row]), of_rows[MAX_ROWS + row]);
@@ -174,19 +174,19 @@ struct Multiplier {
       const float sum = q.sum128();
       if (lane == 0) store_shared2(scales + pair * 8, q.scale, sum);
     }
-    if (waits) barrier_wait(c.factor_barrier(buffer), parity);
+    if (waits) barrier_wait_warp(c.factor_barrier(buffer), parity);
     meet();
   }
 
   __device__ __forceinline__ static void run(Cta& c, int phase) {
     c.begin_phase();
     const int product = phase % PRODUCTS;
-    const Geometry& g = c.geometry(product);
+    const Geometry g = c.geometry(product);
     if (g.units == 0) return;
     const trirun_int2& weight = weight_of(c.layer(phase / PRODUCTS), product);
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
-    const auto over_parts = [&](int v) { return v * g.of_parts >> 16; };
+    const auto over_parts = [&](int v) { return v * g.sharing.of_parts >> 16; };
     const int group = over_parts(c.warp()), part = c.warp() - group * g.sharing.parts,
               parts = c.cluster() * g.sharing.parts;
     const int k_first = over_parts(g.k_tiles * part), k_last = over_parts(g.k_tiles * (part + 1));
@@ -227,7 +227,7 @@ struct Multiplier {
       for (int k = k_first; k < k_last;) {
         const int begin = k, end = min((k / CHUNK_K_TILES + 1) * CHUNK_K_TILES, k_last);
         uint32_t words = c.shared + at.stage * STAGE_BYTES + k % CHUNK_K_TILES * WORD_TILE_BYTES + lane * 16;
-        barrier_wait(c.full(at.stage), at.phase);
+        barrier_wait_warp(c.full(at.stage), at.phase);
 #pragma unroll 1
         for (; k < end; k++) {
           const typename S::RowScales these = row_scales;

@@ -31,6 +31,7 @@ constexpr int MAX_SPLITS = 32;
 constexpr int MAX_GROUP = 16;  // query heads of a key head
 constexpr int MAX_FRESH = 4;  // rows of one sequence
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
+constexpr int MAX_CLUSTERS = 72;
 
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
@@ -38,16 +39,16 @@ enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
 // How warps share a product.
 struct Sharing {
   int parts, at_once;  // warps that share an n tile; n tiles that are multiplied at once
+  int of_parts;        // 2^16 / parts, rounded up
 };
 
-// What a CTA has of a product, the same in all layers: made once, since integer divisions take long where they matter.
+// What a CTA has of a product, the same in all layers.
 struct Geometry {
   int first, units, local;  // this cluster's first unit and how many; those that this CTA finishes
   int k_first, k_tiles, all_k_tiles;  // this CTA's first k tile, and how many; the product's
   int tiles, tile_chunks;  // n tiles of this cluster; chunks of one
-  Sharing sharing;
-  int of_parts;  // 2^16 / sharing.parts, rounded up
   int n_tiles;  // of the product
+  Sharing sharing;
 };
 
 // A row and key head that this CTA attends to, and its part of the keys: the same in all layers.
@@ -106,7 +107,7 @@ struct Memory {
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // new keys and new values [MAX_FRESH], and float2 [MAX_FRESH]: their scales of 8 bits
   int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
-  int plan;  // Geometry [PRODUCTS]; Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
+  int plan;  // Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
   int layers;  // trirun_cuda_step_layer [layers]
   int total;
 };
@@ -125,6 +126,8 @@ struct StepArgs : Layout {
   // Messages, by row: words, and of every 64 values a header, their squares' sum and largest.
   float4 *x_attention, *x_attention_headers, *x_mlp, *x_mlp_headers, *qkv, *partial, *attended, *attended_headers,
       *gated, *gated_headers;
+  int k_tiles[PRODUCTS], n_tiles[PRODUCTS];
+  int first_units[PRODUCTS][MAX_CLUSTERS + 1];  // of every cluster, and the end
   int tokens_log;  // of rows, a power of two
   int cluster_log;
   int group;  // query heads of a key head

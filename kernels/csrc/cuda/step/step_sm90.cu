@@ -33,10 +33,10 @@ struct Stream {
 
   // Makes room, and announces a chunk.
   __device__ __forceinline__ void announce(uint32_t bytes) {
-    barrier_wait(c.empty(filled.stage), filled.phase ^ 1);
+    barrier_wait_warp(c.empty(filled.stage), filled.phase ^ 1);
     if (on_way * STREAMS == c.a.s.in_flight) {
 #pragma unroll
-      for (int i = 0; i < STREAMS; i++) barrier_wait(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages);
+      for (int i = 0; i < STREAMS; i++) barrier_wait_warp(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages);
     } else {
       on_way++;
     }
@@ -50,7 +50,7 @@ struct Stream {
   // What warps that finish read of a product: from memory it would come too late.
   __device__ __forceinline__ void prefetch(const trirun_cuda_step_layer& layer, int which) const {
     constexpr int OF_LINE = 32;  // floats
-    const Geometry& g = c.geometry(which);
+    const Geometry g = c.geometry(which);
     const float* norm = input_of(c.a, layer, which).norm;
     if (norm != nullptr)
       for (int line = c.lane(); line < g.k_tiles * K_TILE / OF_LINE; line += 32)
@@ -68,7 +68,7 @@ struct Stream {
   }
 
   __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
-    const Geometry& g = c.geometry(which);
+    const Geometry g = c.geometry(which);
     const int tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
     const trirun_int2& weight = weight_of(layer, which);
     const auto* words = reinterpret_cast<const uint8_t*>(weight.words);
@@ -133,35 +133,6 @@ struct Stream {
   }
 };
 
-// Of a product, in n tiles and k tiles.
-__host__ __device__ inline int n_tiles_of(const trirun_cuda_step& s, int product) {
-  const int64_t kv = s.kv_heads * s.head_dim;
-  return static_cast<int>((product == QKV       ? s.heads * s.head_dim + 2 * kv
-                           : product == GATE_UP ? 2 * s.ffn
-                                                : s.hidden) /
-                          N_TILE);
-}
-__host__ __device__ inline int k_tiles_of(const trirun_cuda_step& s, int product) {
-  return static_cast<int>((product == O ? s.heads * s.head_dim : product == DOWN ? s.ffn : s.hidden) / K_TILE);
-}
-
-__device__ __forceinline__ void plan_product(const Cta& c, int product) {
-  const trirun_cuda_step& s = c.a.s;
-  const int cluster_log = c.a.cluster_log, cluster = static_cast<int>(blockIdx.x) >> cluster_log;
-  const int clusters = static_cast<int>(gridDim.x) >> cluster_log, rank = c.rank();
-  const int32_t* starts = s.plan + product * (clusters + 1) + cluster;
-  Geometry g;
-  g.first = starts[0], g.units = starts[1] - starts[0];
-  g.local = (g.units - rank + c.cluster() - 1) >> cluster_log;
-  g.all_k_tiles = k_tiles_of(s, product);
-  g.k_first = g.all_k_tiles * rank >> cluster_log;
-  g.k_tiles = (g.all_k_tiles * (rank + 1) >> cluster_log) - g.k_first;
-  g.tiles = g.units * tiles_of_unit(product);
-  g.tile_chunks = ceil_div(g.k_tiles, CHUNK_K_TILES);
-  g.sharing = c.a.sharing[product], g.of_parts = ceil_div(1 << 16, g.sharing.parts), g.n_tiles = n_tiles_of(s, product);
-  c.at<Geometry>(c.a.at.plan)[product] = g;
-}
-
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
   constexpr bool GROUPS = SCALE != gemm_decode::PER_CHANNEL;
@@ -180,7 +151,6 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     barrier_init_fence();
     fence_async_shared();
   }
-  if (threadIdx.x < PRODUCTS) plan_product(c, threadIdx.x);
   if (threadIdx.x == 32) plan_items<HD, ELEMENT>(c);
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
@@ -265,6 +235,18 @@ Kernel kernel_of(const trirun_cuda_step& s) {
 
 int rounded(int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
 
+// Of a product, in n tiles and k tiles.
+int n_tiles_of(const trirun_cuda_step& s, int product) {
+  const int64_t kv = s.kv_heads * s.head_dim;
+  return static_cast<int>((product == QKV       ? s.heads * s.head_dim + 2 * kv
+                           : product == GATE_UP ? 2 * s.ffn
+                                                : s.hidden) /
+                          N_TILE);
+}
+int k_tiles_of(const trirun_cuda_step& s, int product) {
+  return static_cast<int>((product == O ? s.heads * s.head_dim : product == DOWN ? s.ffn : s.hidden) / K_TILE);
+}
+
 // Units of a product that one cluster has, at most, and k tiles that a CTA has.
 int units_of(const trirun_cuda_step& s, int product) {
   return ceil_div(n_tiles_of(s, product) / tiles_of_unit(product), s.ctas / s.cluster);
@@ -279,6 +261,7 @@ int check_sizes(const trirun_cuda_step& s) {
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
       (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster || s.ctas % s.cluster ||
+      s.ctas / s.cluster > MAX_CLUSTERS ||
       s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
       s.in_flight < STREAMS || s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim ||
       s.hidden > (1 << 20) || s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
@@ -297,6 +280,18 @@ int check_pointers(const trirun_cuda_step& s) {
                         static_cast<const void*>(s.block_tables), static_cast<const void*>(s.plan)})
     if (p == nullptr) return TRIRUN_BAD_POINTER;
   return s.rotary_half > 0 && (s.cosines == nullptr || s.sines == nullptr) ? TRIRUN_BAD_POINTER : TRIRUN_OK;
+}
+
+// That every unit is somebody's, and none has more than there is room for.
+int check_plan(const trirun_cuda_step& s) {
+  const int clusters = s.ctas / s.cluster;
+  for (int product = QKV; product < PRODUCTS; product++) {
+    const int32_t* first = s.plan + product * (clusters + 1);
+    if (first[0] != 0 || first[clusters] != n_tiles_of(s, product) / tiles_of_unit(product)) return TRIRUN_BAD_SHAPE;
+    for (int i = 0; i < clusters; i++)
+      if (first[i + 1] < first[i] || first[i + 1] - first[i] > units_of(s, product)) return TRIRUN_BAD_SHAPE;
+  }
+  return TRIRUN_OK;
 }
 
 // Bytes of the slots of one product, of all that a CTA finishes.
@@ -324,7 +319,7 @@ ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chu
         const int warps = std::min(left, at_once) * parts;
         cost += ceil_div(depth, parts) * std::max(WAITED, ISSUED * ceil_div(warps, SCHEDULERS)) + ENDS;
       }
-      if (cost < best.cost) best = {{parts, at_once}, cost};
+      if (cost < best.cost) best = {{parts, at_once, ceil_div(1 << 16, parts)}, cost};
     }
   return best;
 }
@@ -357,7 +352,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.highest = take(WARPS * HEADS * 4);
   at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
   at.newest = take(MAX_FRESH * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
-  at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
+  at.plan = take(MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   constexpr int BARRIERS = 1024;
   at.barriers = take(BARRIERS);
@@ -460,6 +455,7 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   if (s == nullptr) return TRIRUN_BAD_POINTER;
   if (const int code = check_sizes(*s)) return code;
   if (const int code = check_pointers(*s)) return code;
+  if (const int code = check_plan(*s)) return code;
   const Messages messages(*s);
   if (s->messages == nullptr || !decoder::aligned_to(s->messages, 256)) return TRIRUN_BAD_POINTER;
   if (s->message_bytes < static_cast<size_t>(messages.end) * 16) return TRIRUN_NO_WORKSPACE;
@@ -477,6 +473,11 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.qkv = words + messages.qkv, args.partial = words + messages.partial;
   args.attended = words + messages.attended, args.attended_headers = words + messages.attended_headers;
   args.gated = words + messages.gated, args.gated_headers = words + messages.gated_headers;
+  for (int product = QKV; product < PRODUCTS; product++) {
+    args.k_tiles[product] = k_tiles_of(*s, product), args.n_tiles[product] = n_tiles_of(*s, product);
+    const int clusters = s->ctas / s->cluster;
+    std::copy_n(s->plan + product * (clusters + 1), clusters + 1, args.first_units[product]);
+  }
   args.tokens_log = log2_of(static_cast<int>(s->m)), args.cluster_log = log2_of(s->cluster);
   args.group = static_cast<int>(s->heads / s->kv_heads), args.key_heads_of_head = 1.f / static_cast<float>(args.group);
   args.head_words_log = log2_of(s->head_dim / 4);

@@ -189,7 +189,7 @@ class CudaStep:
         structs = [_layer(layer, cache) for layer, cache in zip(model.layers, caches, strict=True)]
         table = bytearray(b"".join(bytes(struct) for struct in structs))
         self._layers = torch.frombuffer(table, dtype=torch.uint8).to(device)
-        self._plan = torch.tensor(starts, dtype=torch.int32, device=device)
+        self._plan = torch.tensor(starts, dtype=torch.int32)
         self._device, self._dtype, self._hidden = device, model.dtype, shape.hidden
         self._messages = torch.zeros(_message_bytes(self._struct), dtype=torch.uint8, device=device)
         pointers = {
