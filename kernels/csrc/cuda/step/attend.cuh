@@ -310,14 +310,14 @@ struct Attention {
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
                                                     bool last, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
-    const int lane = c.lane(), kv_head = span.kv_head, group = c.a.group, fresh = alike(span.fresh);
+    const int lane = c.lane(), kv_head = span.kv_head, group = c.a.group;
     const int words = static_cast<int>(s.heads + 2 * s.kv_heads) * (HD / 4);
 #pragma unroll 1
-    for (int i = c.warp(); i < group + (last ? 2 * fresh : 0); i += WARPS) {
+    for (int i = c.warp(); i < group + (last ? 2 * span.fresh : 0); i += WARPS) {
       // Queries, then keys, then values.
-      const int part = i < group ? 0 : i < group + fresh ? 1 : 2;
+      const int part = i < group ? 0 : i < group + span.fresh ? 1 : 2;
       const bool query = part == 0, turned = part < 2;
-      const int back = query ? 0 : fresh - 1 - (i - group - (turned ? 0 : fresh)), row = span.row - back;
+      const int back = query ? 0 : span.fresh - 1 - (i - group - (turned ? 0 : span.fresh)), row = span.row - back;
       const int64_t angles = static_cast<int64_t>(span.position - back) * s.rotary_half;
       float* to = c.floats(c.a.at.heads) + c.warp() * HD;
       const float* norm = query ? layer.q_norm : layer.k_norm;
@@ -335,7 +335,7 @@ struct Attention {
       }
       __syncwarp();
       if (turned)
-        decoder::turn_head(to, constants, HD, there(norm), s.eps, s.rotary_half, s.interleaved != 0,
+        decoder::turn_head(to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0,
                            query ? s.scale * decoder::LOG2E : 1.f);
       if constexpr (CODES)
         if (turned) decoder::mix_head<HD / 32>(to, HD);
@@ -413,10 +413,9 @@ struct Attention {
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
       const Item& span = c.items()[at_item];
-      const int split = alike(span.split), splits = alike(span.splits), parts = alike(span.parts);
-      const bool last = split == splits - 1;
-      if (split >= splits) continue;
-      const int spans = alike(span.last - span.first), tiles = spans * TILES;
+      const bool last = span.split == span.splits - 1;
+      if (span.split >= span.splits) continue;
+      const int tiles = (span.last - span.first) * TILES;
       // Of CODES: of a position's key and value, on their way while they are.
       const auto scale_of = [&](int tile, int k) {
         if constexpr (!CODES) return make_float2(1.f, 1.f);
@@ -430,7 +429,7 @@ struct Attention {
       float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
       if (at_item > 0) meet();  // the last item's queries have been read
       take_heads(c, layer, span, last, tag);
-      if (worker() < parts) {
+      if (worker() < span.parts) {
         Attention attention;
         attention.clear();
         Ring at = c.parked().ring;
@@ -480,14 +479,14 @@ struct Attention {
         meet_after_reading();
         c.begin_phase();
         const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
-        attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, parts);
+        attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, span.parts);
         attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
         __syncwarp();
       } else {
         have_read();
       }
       if (c.lane() == 0) {
-        c.move(c.parked().ring, spans * CHUNKS);
+        c.move(c.parked().ring, (span.last - span.first) * CHUNKS);
         barrier_arrive(c.parts_barrier());
       }
       __syncwarp();

@@ -19,11 +19,6 @@ __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
-// What all lanes have alike, so that the compiler knows it: what follows from it is computed once for a warp, and behind
-// a branch on it lanes need not be brought together again.
-__device__ __forceinline__ int alike(int v) { return __shfl_sync(~0u, v, 0); }
-__device__ __forceinline__ bool there(const void* p) { return __any_sync(~0u, p != nullptr); }
-
 // What a warp that attends leaves in shared memory meanwhile, since it wants all registers.
 struct Parked {
   int phase;
@@ -34,7 +29,9 @@ struct Cta {
   const StepArgs& a;
   uint32_t shared;  // address of all its memory
   uint32_t thread;
-  const int warp_number = alike(static_cast<int>(threadIdx.x) / 32);
+  // The compiler knows of a shuffled value that all lanes have it alike: what follows from it is computed once for a
+  // warp, and behind a branch on it lanes need not be brought together again.
+  const int warp_number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   Ring ring{};  // where the stream's next chunk will be: of warps that multiply
 
   __device__ __forceinline__ explicit Cta(const StepArgs& a) : a(a) { begin_phase(); }
@@ -92,9 +89,9 @@ struct Cta {
     Geometry g;
     g.first = first_unit[0], g.units = first_unit[1] - g.first;
     g.local = (g.units - rank() + cluster() - 1) >> a.cluster_log;
-    g.all_k_tiles = a.k_tiles[product], g.n_tiles = a.n_tiles[product];
-    g.k_first = g.all_k_tiles * rank() >> a.cluster_log;
-    g.k_tiles = (g.all_k_tiles * (rank() + 1) >> a.cluster_log) - g.k_first;
+    const int* first_k_tile = a.first_k_tiles[product];
+    g.all_k_tiles = first_k_tile[cluster()], g.n_tiles = a.n_tiles[product];
+    g.k_first = first_k_tile[rank()], g.k_tiles = first_k_tile[rank() + 1] - g.k_first;
     g.tiles = g.units * tiles_of_unit(product), g.tile_chunks = ceil_div(g.k_tiles, CHUNK_K_TILES);
     g.sharing = a.sharing[product];
     return g;
@@ -103,10 +100,7 @@ struct Cta {
   __device__ __forceinline__ const RowSplits* row_splits() const {
     return reinterpret_cast<const RowSplits*>(items() + MAX_ITEMS);
   }
-  __device__ __forceinline__ int splits_of(int row) const { return alike(row_splits()[row].splits); }
-  __device__ __forceinline__ int item_count() const {
-    return alike(*reinterpret_cast<const int*>(row_splits() + MAX_ROWS));
-  }
+  __device__ __forceinline__ int item_count() const { return *reinterpret_cast<const int*>(row_splits() + MAX_ROWS); }
 
   __device__ __forceinline__ void move(Ring& at, int chunks) const {
     at.stage += chunks;

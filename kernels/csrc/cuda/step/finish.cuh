@@ -95,7 +95,7 @@ struct Finisher {
     };
     float own = 1.f;
     if constexpr (LIMBS == 2) {
-      if (!there(in.norm) || first_task() >= g.local << c.a.tokens_log) return own;
+      if (in.norm == nullptr || first_task() >= g.local << c.a.tokens_log) return own;
 #pragma unroll 1
       for (int row = 0; row < c.rows(); row++) {
         const float factor = factor_of(of_row(row).squares, k);
@@ -105,7 +105,7 @@ struct Finisher {
 #pragma unroll 1
       for (int row = first_task(); row < c.rows(); row += FINISHERS) {
         const Row r = of_row(row);
-        const float factor = there(in.norm) ? factor_of(r.squares, k) : 1.f;
+        const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
         float* to = c.factors(buffer) + row;
         if (lane == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
       }
@@ -116,7 +116,7 @@ struct Finisher {
   }
 
   __device__ __forceinline__ float4 bias_of(const void* bias, int row) const {
-    if (!there(bias)) return make_float4(0.f, 0.f, 0.f, 0.f);
+    if (bias == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
     const int dtype = c.a.s.dtype;
     return make_float4(load_element(bias, row, dtype), load_element(bias, row + 1, dtype),
                        load_element(bias, row + 8, dtype), load_element(bias, row + 9, dtype));
@@ -175,7 +175,7 @@ struct Finisher {
     const trirun_cuda_step_layer& layer = c.layer(index);
     uint32_t tag = c.tag(index);
     const int lane = c.lane(), half = this->half(), rows_log = c.a.tokens_log, rows = c.rows(), buffer = product & 1;
-    const bool pairs = product == GATE_UP;
+    const bool pairs = product == GATE_UP, to_residual = product == O || product == DOWN;
     const int parts = c.cluster() * g.sharing.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
     const trirun_int2& weight = weight_of(layer, product);
     const void* bias = (&layer.qkv_bias)[product];
@@ -202,19 +202,26 @@ struct Finisher {
       const int n = unit * N_TILE + row_in_unit(), own_n = pairs ? n + half * units * N_TILE : n;
       const uint2 weights = weights_of(weight, own_n);
       const float4 biases = bias_of(bias, own_n);
-      const float4 norms = there(norm) ? load_rows(norm + n) : make_float4(1.f, 1.f, 1.f, 1.f);
+      const float4 norms = norm == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : load_rows(norm + n);
+      const float4 before = to_residual ? residual(task) : make_float4(0.f, 0.f, 0.f, 0.f);
       const uint32_t barrier = c.sums_barrier(buffer, local);
       if (row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
       if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
       const float factor = __shfl_sync(~0u, of_rows, row);
-      const uint32_t from = slots + (pairs ? 2 * local + half : local) * tile_bytes + row * 256;
+      const float4 scales = weighted(make_float4(factor, factor, factor, factor), weights), beside = biases + before;
+      // The halves of the lanes take every other part of a sum, or one of the two n tiles. Kept, or the compiler would
+      // compute them anew where they are waited for.
+      const uint32_t from = kept(
+          slots + (pairs ? 2 * local + half : local) * tile_bytes + (pairs ? 0 : half) * step + row * 256, lane);
+      const int count = kept(pairs ? parts : (parts + 1 - half) >> 1, lane);
+      const uint32_t stride = kept(pairs ? step : 2 * step, lane);
       // Twice, the first time for nothing but the instructions, which are there then when the sums come.
 #pragma unroll 1
       for (int real = 0; real < 2; real++) {
         if (real) barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
-        float4 v = pairs ? added(from, parts, step) : added(from + half * step, (parts + 1 - half) >> 1, 2 * step);
+        float4 v = added(from, count, stride);
         if (!pairs) v = v + from_other_half(v);
-        float4 raw = weighted(scaled(exchanged(v), factor), weights) + biases;
+        float4 raw = exchanged(v) * scales + beside;
         if (pairs) {
           // The lower lanes have gates, the upper ones what they multiply: either takes two of the four.
           const auto product_of = [&](float own, float other) {
@@ -231,12 +238,9 @@ struct Finisher {
           if (half == 0 && real) send(words + at * 16 + word(), raw, tag);
           continue;
         }
-        if (!pairs) {
-          raw = raw + residual(task);
-          __syncwarp();
-          if (half == 0 && real) residual(task) = raw;
-        }
         send_unit(words + at * 16, to_headers + at, raw, raw * norms, tag, real);
+        if (to_residual && half == 0 && real) residual(task) = raw;
+        __syncwarp();
       }
     }
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
@@ -244,7 +248,7 @@ struct Finisher {
 
   // Headers of a key head's output: of each split, one from every warp that gives words.
   __device__ __forceinline__ int attended_headers(int row) const {
-    return c.splits_of(row) * alike(c.row_splits()[row].giving_warps);
+    return c.row_splits()[row].splits * c.row_splits()[row].giving_warps;
   }
 
   // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane.
@@ -273,20 +277,19 @@ struct Finisher {
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
       const Item& span = c.items()[at_item];
-      const int splits = alike(span.splits), lane = c.lane();
-      if (alike(span.split) >= splits) continue;
+      const int splits = span.splits, lane = c.lane();
+      if (span.split >= splits) continue;
       have_read();
       const Parts of_row{c, span.row, span.kv_head};
       const int words = of_row.words();
       const bool by_readers = joined_by_readers(c, layer, span.row);
-      const bool sub_norm = there(layer.attention_sub_norm);
       float squares = 0.f;
       uint32_t largest = 0;
       const auto give = [&](int word, const Part& part) {
         const float4 v = part.attended();
         float4 sent = v;
         const int at = span.kv_head * words + word;
-        if (sub_norm)
+        if (layer.attention_sub_norm != nullptr)
           sent = v * load_rows(layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2);
         send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, sent, tag);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
@@ -324,7 +327,7 @@ struct Finisher {
           if (mine) give(word, part);
         }
       }
-      const int giving_warps = alike(c.row_splits()[span.row].giving_warps);
+      const int giving_warps = c.row_splits()[span.row].giving_warps;
       if (!headers || first_task() >= giving_warps) continue;
       squares = decoder::warp_sum(squares);
       largest = __reduce_max_sync(~0u, largest);

@@ -37,20 +37,39 @@ struct Parts {
   }
 
   // Adds up to AT_ONCE splits' parts of a word, those from `first` on. AT_ONCE neighbouring lanes want words of one
-  // head: each waits for another split's header, which is sent last. All words at once would be more to ask for, again
-  // and again, than L2 can bring.
+  // head: each waits for another split's header, which is sent last, and asks for words once a header is there. All
+  // words from the beginning would be more to ask for, again and again, than L2 can bring.
   static constexpr int AT_ONCE = 8;
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
     const int lane = lane_anew(), mine = lane % AT_ONCE, stride = words() + c.a.group;
     const float4* own = of_split(first);
     const bool there = first + mine < splits;
-    const float4 header =
-        received(own + (there ? mine : 0) * stride + words() + (word >> c.a.head_words_log), tag, c.patience());
-    Word in[AT_ONCE];
+    const float4* at_header = own + (there ? mine : 0) * stride + words() + (word >> c.a.head_words_log);
+    Word header_word, in[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) in[i] = {0, 0, 0, 0};
-    const uint32_t mask = wanted ? (1 << min(splits - first, AT_ONCE)) - 1 : 0;
-    receive(in, own + word, stride, mask, tag, c.patience());
+    uint32_t missing = wanted ? (1 << min(splits - first, AT_ONCE)) - 1 : 0;
+    bool waits = true, begun = false;
+    int spins = SPINS;
+#pragma unroll 1
+    for (;;) {
+      if (waits) header_word = Word::load(at_header);
+      if (begun) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (missing >> i & 1) in[i] = Word::load(own + word + i * stride);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (in[i].carries(tag)) missing &= ~(1u << i);
+      }
+      waits = !header_word.carries(tag);
+      if (!__any_sync(~0u, waits || missing != 0)) break;
+      begun = begun || __any_sync(~0u, !waits);
+      if (--spins > 0) continue;
+      spins = SPINS;
+      if (__any_sync(~0u, patience_over(c.patience().status, c.patience().deadline))) break;
+    }
+    const float4 header = header_word.values();
     float most = there ? header.x : NOTHING;
 #pragma unroll
     for (int offset = 1; offset < AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
@@ -69,12 +88,12 @@ struct Parts {
 
 // Whether a header of each row is wanted of attention's output: then its values have to be known before they are read.
 __device__ __forceinline__ bool sends_attended_headers(const Cta& c, const trirun_cuda_step_layer& layer) {
-  return c.a.s.act_bits == TRIRUN_ACT8 || there(layer.attention_sub_norm);
+  return c.a.s.act_bits == TRIRUN_ACT8 || layer.attention_sub_norm != nullptr;
 }
 
 // Whether the splits' parts of a row are joined where they are read.
 __device__ __forceinline__ bool joined_by_readers(const Cta& c, const trirun_cuda_step_layer& layer, int row) {
-  const int splits = c.splits_of(row);
+  const int splits = c.row_splits()[row].splits;
   return splits > 1 && splits <= Parts::AT_ONCE && !sends_attended_headers(c, layer);
 }
 

@@ -133,7 +133,7 @@ struct Multiplier {
     const int head = word >> c.a.head_words_log;
     const Parts parts{c, row, static_cast<int>((static_cast<float>(head) + 0.5f) * c.a.key_heads_of_head)};
     Part part;
-    parts.join(part, word - parts.kv_head * parts.words(), 0, c.splits_of(row), true, tag);
+    parts.join(part, word - parts.kv_head * parts.words(), 0, c.row_splits()[row].splits, true, tag);
     return part.attended();
   }
 

@@ -31,7 +31,7 @@ constexpr int MAX_SPLITS = 32;
 constexpr int MAX_GROUP = 16;  // query heads of a key head
 constexpr int MAX_FRESH = 4;  // rows of one sequence
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
-constexpr int MAX_CLUSTERS = 72;
+constexpr int MAX_CLUSTERS = 72, MAX_CLUSTER = 8;  // of a launch; CTAs of one
 
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
@@ -126,7 +126,8 @@ struct StepArgs : Layout {
   // Messages, by row: words, and of every 64 values a header, their squares' sum and largest.
   float4 *x_attention, *x_attention_headers, *x_mlp, *x_mlp_headers, *qkv, *partial, *attended, *attended_headers,
       *gated, *gated_headers;
-  int k_tiles[PRODUCTS], n_tiles[PRODUCTS];
+  int n_tiles[PRODUCTS];
+  int first_k_tiles[PRODUCTS][MAX_CLUSTER + 1];  // of every CTA of a cluster, and the end
   int first_units[PRODUCTS][MAX_CLUSTERS + 1];  // of every cluster, and the end
   int tokens_log;  // of rows, a power of two
   int cluster_log;

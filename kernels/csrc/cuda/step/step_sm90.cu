@@ -474,7 +474,9 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.attended = words + messages.attended, args.attended_headers = words + messages.attended_headers;
   args.gated = words + messages.gated, args.gated_headers = words + messages.gated_headers;
   for (int product = QKV; product < PRODUCTS; product++) {
-    args.k_tiles[product] = k_tiles_of(*s, product), args.n_tiles[product] = n_tiles_of(*s, product);
+    args.n_tiles[product] = n_tiles_of(*s, product);
+    for (int rank = 0; rank <= s->cluster; rank++)
+      args.first_k_tiles[product][rank] = k_tiles_of(*s, product) * rank / s->cluster;
     const int clusters = s->ctas / s->cluster;
     std::copy_n(s->plan + product * (clusters + 1), clusters + 1, args.first_units[product]);
   }
