@@ -1,7 +1,8 @@
 // Attention of the step, on tensor cores: keys and values come through the stream, a chunk of neighbouring positions of
 // one key head at a time. A warp takes 16 positions and up to eight query heads: keys times queries, their weights,
 // transposed values times weights. Queries and weights are two numbers of 16 bits each, so that what is rounded is what
-// the cache holds; of up to four heads (PACKED) both are in the eight columns of one product.
+// the cache holds; of up to four heads (PACKED) both are in the eight columns of one product. Warps that finish take
+// what comes of it (finish.cuh).
 #pragma once
 
 #include "parts.cuh"
@@ -395,40 +396,6 @@ struct Attention {
     }
   }
 
-  // What this CTA's warps have of its part of the keys, by weights of the same score, added up and sent: AT_ONCE words
-  // a warp, each by lanes that take every fourth part.
-  __device__ __forceinline__ static void put_together(const Cta& c, const Item& span, uint32_t tag) {
-    constexpr int AT_ONCE = Parts::AT_ONCE, TAKING = 32 / AT_ONCE, HEAD_WORDS = HD / 4, PART_BYTES = part_floats(HD) * 4;
-    const int lane = c.lane(), first = lane / AT_ONCE, parts = span.parts, in_warp = min(c.a.group, HEADS);
-    const Parts of_row{c, span.row, span.kv_head};
-    const int words = of_row.words(), stride = (in_warp * PART_BYTES) << groups_log_of(c.a.group);
-    float4* to = of_row.of_split(span.split);
-#pragma unroll 1
-    for (int base = c.warp() * AT_ONCE; base < words; base += WARPS * AT_ONCE) {
-      const int word = base + lane % AT_ONCE, head = word / HEAD_WORDS;
-      const uint32_t of_head = c.shared + c.a.at.attention + ((head / HEADS) * in_warp + head % HEADS) * PART_BYTES;
-      Part part;
-      if (parts > 0) part.most = load_shared_float(of_head + HD * 4);  // a split may have no keys
-#pragma unroll
-      for (int i = 0; i < WARPS / TAKING; i++) {
-        const int at = first + i * TAKING;
-        if (at >= parts) continue;
-        part.values = part.values + load_shared_float4(of_head + word % HEAD_WORDS * 16 + at * stride);
-        part.weights += load_shared_float(of_head + HD * 4 + 4 + at * stride);
-      }
-#pragma unroll
-      for (int offset = AT_ONCE; offset < 32; offset *= 2) {
-        const auto other = [&](float v) { return __shfl_xor_sync(~0u, v, offset); };
-        part.values = part.values + make_float4(other(part.values.x), other(part.values.y), other(part.values.z),
-                                                other(part.values.w));
-        part.weights += other(part.weights);
-      }
-      if (first == 0) send(to + word, part.values, tag);
-      if (first == 0 && word % HEAD_WORDS == 0)
-        send(to + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
-    }
-  }
-
   __device__ __forceinline__ static void run(Cta& c) {
     c.begin_phase();
     const trirun_cuda_step& s = c.a.s;
@@ -514,13 +481,15 @@ struct Attention {
         const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
         attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, span.parts);
         attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
+        __syncwarp();
       } else {
         have_read();
       }
-      if (c.lane() == 0) c.move(c.parked().ring, (span.last - span.first) * CHUNKS);
-      meet();
-      c.begin_phase();
-      put_together(c, span, tag);
+      if (c.lane() == 0) {
+        c.move(c.parked().ring, (span.last - span.first) * CHUNKS);
+        barrier_arrive(c.parts_barrier());
+      }
+      __syncwarp();
     }
   }
 };

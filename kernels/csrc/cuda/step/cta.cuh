@@ -10,18 +10,12 @@
 namespace trirun::step {
 
 __device__ __forceinline__ void meet() { named_barrier<WARPS * 32>(1); }  // of all warps that multiply
-// Of them and those that finish, which have read what is to be written over by then: attention's parts are where the
-// sums of q, k and v were.
+// Of them, once those that finish have read what is to be written over: attention's parts are where the sums of q, k
+// and v were.
 __device__ __forceinline__ void meet_after_reading() { named_barrier<(WARPS + FINISHERS) * 32>(2); }
 __device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(2); }
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
-__device__ __forceinline__ float4 operator*(float4 a, float4 b) {
-  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
@@ -64,6 +58,8 @@ struct Cta {
   __device__ __forceinline__ uint32_t sums_barrier(int buffer, int local) const {
     return full(2 * a.at.stages + 2 + buffer * MAX_LOCAL + local);
   }
+  // What this CTA's warps have of attention is there.
+  __device__ __forceinline__ uint32_t parts_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
   __device__ __forceinline__ Patience patience() const { return {a.status, shared + a.at.factors + 4 * MAX_ROWS * 4}; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {

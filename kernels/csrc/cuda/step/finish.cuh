@@ -15,6 +15,12 @@ __device__ __forceinline__ float4 load_rows(const float* from) {
   return make_float4(a.x, a.y, b.x, b.y);
 }
 
+__device__ __forceinline__ float4 operator*(float4 a, float4 b) {
+  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 __device__ __forceinline__ float2 from_other_half(float2 v) {
   return make_float2(__shfl_xor_sync(~0u, v.x, 16), __shfl_xor_sync(~0u, v.y, 16));
 }
@@ -26,8 +32,8 @@ __device__ __forceinline__ float4 from_other_half(float4 v) {
 template <int LIMBS, bool GROUPS>
 struct Finisher {
   Cta& c;
-  // Parity of the next sums of every unit of either buffer, in bits.
-  uint32_t sums = 0;
+  // Parity of the next sums of every unit of either buffer, in bits; of attention's next parts.
+  uint32_t sums = 0, parts = 0;
 
   __device__ __forceinline__ explicit Finisher(Cta& c) : c(c) {}
 
@@ -62,7 +68,7 @@ struct Finisher {
       uint32_t wanted = 0;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) wanted |= (base + i * 32 < count) << i, words[i] = {0, 0, 0, 0};
-      receive(words, from + base, 32, wanted, tag, c.patience());
+      receive(words, from + base * HEADER_WORDS, 32 * HEADER_WORDS, wanted, tag, c.patience());
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const float4 v = words[i].values();
@@ -85,7 +91,7 @@ struct Finisher {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
     const auto of_row = [&](int row) {
       const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
-      return headers(in.headers + row * in.header_stride, count, tag);
+      return headers(in.headers + row * in.header_stride * HEADER_WORDS, count, tag);
     };
     float own = 1.f;
     if constexpr (LIMBS == 2) {
@@ -232,7 +238,7 @@ struct Finisher {
           if (half == 0 && real) send(words + at * 16 + word(), raw, tag);
           continue;
         }
-        send_unit(words + at * 16, to_headers + at, raw, raw * norms, tag, real);
+        send_unit(words + at * 16, to_headers + at * HEADER_WORDS, raw, raw * norms, tag, real);
         if (to_residual && half == 0 && real) residual(task) = raw;
         __syncwarp();
       }
@@ -245,8 +251,26 @@ struct Finisher {
     return c.row_splits()[row].splits * c.row_splits()[row].giving_warps;
   }
 
-  // Attention of this CTA's items, where those who read it do not join its splits' parts: its share of their words.
-  __device__ __forceinline__ void attend(int index) const {
+  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane.
+  __device__ __forceinline__ Part joined(int word, int parts) const {
+    const int part_bytes = part_floats(c.a.s.head_dim) * 4, head = word >> c.a.head_words_log;
+    const int within = word & ((1 << c.a.head_words_log) - 1), in_warp = min(c.a.group, HEADS);
+    const uint32_t of_head = c.shared + c.a.at.attention + ((head / HEADS) * in_warp + head % HEADS) * part_bytes;
+    const uint32_t from = of_head + within * 16, headers = of_head + (16 << c.a.head_words_log);
+    const int stride = (in_warp * part_bytes) << groups_log_of(c.a.group);
+    Part part;
+    if (parts > 0) part.most = load_shared_float(headers);  // a split may have no keys
+#pragma unroll 4
+    for (int i = 0; i < parts; i++) {
+      part.values = part.values + load_shared_float4(from + i * stride);
+      part.weights += load_shared_float(headers + 4 + i * stride);
+    }
+    return part;
+  }
+
+  // Attention of this CTA's items, from what its warps have of it to what the output projection reads.
+  __device__ __forceinline__ void attend(int index) {
+    c.begin_phase();
     const trirun_cuda_step_layer& layer = c.layer(index);
     const uint32_t tag = c.tag(index);
     const bool headers = sends_attended_headers(c, layer);
@@ -255,33 +279,60 @@ struct Finisher {
       const Item& span = c.items()[at_item];
       const int splits = span.splits, lane = c.lane();
       if (span.split >= splits) continue;
-      meet_after_reading();
-      if (joined_by_readers(c, layer, span.row)) continue;
+      have_read();
       const Parts of_row{c, span.row, span.kv_head};
+      const int words = of_row.words();
+      const bool by_readers = joined_by_readers(c, layer, span.row);
       float squares = 0.f;
       uint32_t largest = 0;
-#pragma unroll 1
-      for (int base = span.first_word + first_task() * 32; base < span.last_word; base += FINISHERS * 32) {
-        const bool mine = base + lane < span.last_word;
-        const int word = mine ? base + lane : base, at = span.kv_head * of_row.words() + word;
-        Part part;
-#pragma unroll 1
-        for (int split = 0; split < splits; split += Parts::AT_ONCE) of_row.join(part, word, split, splits, mine, tag);
-        if (!mine) continue;
+      const auto give = [&](int word, const Part& part) {
         const float4 v = part.attended();
         float4 sent = v;
+        const int at = span.kv_head * words + word;
         if (layer.attention_sub_norm != nullptr)
           sent = v * load_rows(layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2);
-        send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * of_row.words() * span.row + at, sent, tag);
+        send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, sent, tag);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         largest = max(largest, magnitude_bits(sent));
+      };
+      // As run does: once for nothing but the instructions.
+#pragma unroll 1
+      for (int real = 0; real < 2; real++) {
+        if (real) barrier_wait_warp(c.parts_barrier(), parts);
+#pragma unroll 1
+        for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
+          const Part part = joined(word, span.parts);
+          if (!real) continue;
+          if (splits == 1) {
+            give(word, part);
+          } else {
+            float4* to = of_row.of_split(span.split);
+            send(to + word, part.values, tag);
+            const int head = word >> c.a.head_words_log;
+            if (word == head << c.a.head_words_log)
+              send(to + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
+          }
+        }
+      }
+      parts ^= 1;
+      if (splits > 1 && !by_readers) {
+#pragma unroll 1
+        for (int base = span.first_word + first_task() * 32; base < span.last_word; base += FINISHERS * 32) {
+          const bool mine = base + lane < span.last_word;
+          const int word = mine ? base + lane : base;
+          Part part;
+#pragma unroll 1
+          for (int split = 0; split < splits; split += Parts::AT_ONCE)
+            of_row.join(part, word, split, splits, mine, tag);
+          if (mine) give(word, part);
+        }
       }
       const int giving_warps = c.row_splits()[span.row].giving_warps;
       if (!headers || first_task() >= giving_warps) continue;
       squares = decoder::warp_sum(squares);
       largest = __reduce_max_sync(~0u, largest);
-      float4* to = c.a.attended_headers + span.row * input_of(c.a, layer, O).header_stride +
-                   (span.kv_head * splits + span.split) * giving_warps + first_task();
+      float4* to = c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
+                   (span.kv_head * splits + span.split) * giving_warps + first_task()) * HEADER_WORDS;
       if (lane == 0) send(to, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
     }
   }
@@ -298,7 +349,7 @@ struct Finisher {
       const float4 v = load_rows(s.residual + row * s.hidden + n);
       if (half() == 0) residual(task) = v;
       const int at = row * g.n_tiles + unit;
-      send_unit(c.a.x_attention + at * 16, c.a.x_attention_headers + at, v,
+      send_unit(c.a.x_attention + at * 16, c.a.x_attention_headers + at * HEADER_WORDS, v,
                 v * load_rows(c.layer(0).attention_norm + n), tag);
     }
   }
@@ -312,7 +363,7 @@ struct Finisher {
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
-      const float squares = headers(c.a.x_attention_headers + row * g.n_tiles, g.n_tiles, tag).squares;
+      const float squares = headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, tag).squares;
       const float4 y = scaled(residual(task), factor_of(squares, hidden)) * load_rows(s.final_norm + n);
       if (half() == 1) continue;
       const bool failed = *reinterpret_cast<volatile uint32_t*>(c.a.status) != 0;

@@ -1,6 +1,5 @@
-// Attention's parts, each over some of the keys, and how they are put together: the warps that attend add up those of
-// their CTA, whoever reads the result joins those of the splits where they are few, and else a CTA of each split its
-// share.
+// Attention's parts, each over some of the keys, and how they are put together: a finishing warp joins those of its
+// CTA's warps, whoever reads the result those of the splits where they are few, and else a CTA of each split its share.
 #pragma once
 
 #include "cta.cuh"
@@ -38,8 +37,8 @@ struct Parts {
   }
 
   // Adds up to AT_ONCE splits' parts of a word, those from `first` on. AT_ONCE neighbouring lanes want words of one
-  // head: each waits for another split's header, and asks for words once a header is there. All words of many splits
-  // from the beginning would be more to ask for, again and again, than L2 can bring.
+  // head: each waits for another split's header, which is sent last, and asks for words once a header is there. All
+  // words from the beginning would be more to ask for, again and again, than L2 can bring.
   static constexpr int AT_ONCE = 8;
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
     const int lane = lane_anew(), mine = lane % AT_ONCE, stride = words() + c.a.group;
@@ -50,7 +49,7 @@ struct Parts {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) in[i] = {0, 0, 0, 0};
     uint32_t missing = wanted ? (1 << min(splits - first, AT_ONCE)) - 1 : 0;
-    bool waits = true, begun = splits <= 2;
+    bool waits = true, begun = false;
     int spins = SPINS;
 #pragma unroll 1
     for (;;) {
@@ -95,7 +94,7 @@ __device__ __forceinline__ bool sends_attended_headers(const Cta& c, const triru
 // Whether the splits' parts of a row are joined where they are read.
 __device__ __forceinline__ bool joined_by_readers(const Cta& c, const trirun_cuda_step_layer& layer, int row) {
   const int splits = c.row_splits()[row].splits;
-  return splits <= Parts::AT_ONCE && !sends_attended_headers(c, layer);
+  return splits > 1 && splits <= Parts::AT_ONCE && !sends_attended_headers(c, layer);
 }
 
 }  // namespace trirun::step

@@ -3,8 +3,9 @@
 // CTAs are clusters of up to eight, one CTA to a multiprocessor, all of them resident at once. A cluster owns units (n
 // tiles, of gate and up pairs of them) of every weight, and each of its CTAs a part of their k; its CTAs finish the
 // units in turn. Warps have roles, each with a loop of its own: sixteen take a product's input, multiply and attend,
-// two finish units, and two stream weights, keys and values, in the order in which they are needed, through a ring in
-// shared memory, past every wait. What one phase hands to the next goes through messages.cuh.
+// two finish units and what attention's warps have, and two stream weights, keys and values, in the order in which they
+// are needed, through a ring in shared memory, past every wait. What one phase hands to the next goes through
+// messages.cuh.
 //
 // Time goes to instructions and to waits, not to bytes: code that runs once a layer is not in the nearest caches, and
 // registers that are spilled are read from L2, since shared memory leaves L1 no room (kernels/LOG.md).
@@ -25,6 +26,7 @@ constexpr int CHUNK_BYTES = CHUNK_K_TILES * WORD_TILE_BYTES;
 constexpr int VALUE_BLOCKS = 4, BLOCK_PADDING = 32;  // of a chunk of keys and values: attend.cuh
 constexpr int STAGE_BYTES = CHUNK_BYTES + VALUE_BLOCKS * BLOCK_PADDING;
 constexpr int MAX_ROWS = 8;
+constexpr int HEADER_WORDS = 8;  // from one header to the next: all CTAs look at them, each at a line of its own
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;
 constexpr int MAX_GROUP = 16;  // query heads of a key head
@@ -105,7 +107,7 @@ struct Memory {
   int highest;  // float [WARPS][HEADS]: of those that attend, their largest scores
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // new keys and new values [MAX_FRESH], and float2 [MAX_FRESH]: their scales of 8 bits
-  int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL]
+  int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
   int plan;  // Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
   int layers;  // trirun_cuda_step_layer [layers]
   int total;

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       barrier_init(c.factor_barrier(buffer), min(c.rows(), FINISHERS));
       for (int i = 0; i < MAX_LOCAL; i++) barrier_init(c.sums_barrier(buffer, i), 1);
     }
+    barrier_init(c.parts_barrier(), WARPS);
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
     barrier_init_fence();
@@ -355,7 +356,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   constexpr int BARRIERS = 1024;
   at.barriers = take(BARRIERS);
-  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 2 - 2 * MAX_LOCAL) / 2);
+  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
   for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
                       &at.highest, &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
@@ -420,12 +421,12 @@ struct Messages {
       return start;
     };
     const int64_t group = s.heads / s.kv_heads, q_words = s.heads * s.head_dim / 4;
-    x_attention = take(s.hidden / 4), x_attention_headers = take(s.hidden / N_TILE);
-    x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE);
+    x_attention = take(s.hidden / 4), x_attention_headers = take(s.hidden / N_TILE * HEADER_WORDS);
+    x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE * HEADER_WORDS);
     qkv = take((s.heads + 2 * s.kv_heads) * s.head_dim / 4);
     partial = take(s.kv_heads * s.splits * group * (s.head_dim / 4 + 1));
-    attended = take(q_words), attended_headers = take(s.kv_heads * s.splits * FINISHERS);
-    gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE);
+    attended = take(q_words), attended_headers = take(s.kv_heads * s.splits * FINISHERS * HEADER_WORDS);
+    gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE * HEADER_WORDS);
     end = at;
   }
 };
