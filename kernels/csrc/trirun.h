@@ -648,7 +648,7 @@ typedef struct {
   int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits;
   int32_t group_size, real_zeros; /* of all weights: real_zeros 1 where they have a zero point per group */
   int32_t ctas, cluster; /* at most one for each multiprocessor, in clusters of 2, 4 or 8, no more than k tiles */
-  int32_t splits, in_flight; /* CTAs that share a row's keys; chunks of 8 KiB that a CTA may have on their way */
+  int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
   int32_t int8_cache; /* not 0: keys and values are int8 */
   float eps, scale; /* of all norms; of q . k */
 } trirun_cuda_step;

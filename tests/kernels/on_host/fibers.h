@@ -259,6 +259,9 @@ T __shfl_xor_sync(unsigned, T v, int mask) {
 inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
   return on_host::reduced(v, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
 }
+inline uint32_t __reduce_min_sync(unsigned, uint32_t v) {
+  return on_host::reduced(v, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
+}
 inline int __reduce_add_sync(unsigned, int v) {
   return static_cast<int>(on_host::reduced(v, [](uint32_t a, uint32_t b) { return a + b; }));
 }

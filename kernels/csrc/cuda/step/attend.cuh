@@ -32,15 +32,25 @@ __device__ __forceinline__ int workers_of(const StepArgs& a) {
   return 1 << (a.attending_log - sides_log_of(a.group, a.s.head_dim));
 }
 
-// What a CTA attends to, one row and key head after another, and with which part of their keys: made once. Few keys
-// have fewer splits than there could be: so many that every warp has one tile.
+// Into how many parts keys are split, at most, each for a CTA that has an item of every round: a warp's lanes try a
+// number each. An item takes as long as so many keys, beside its own.
+__device__ __forceinline__ int most_splits(int items, int longest) {
+  constexpr int OF_ITEM = 256;
+  const int ctas = static_cast<int>(gridDim.x), splits = lane_anew() + 1;
+  const int rounds = ceil_div(items, max(ctas / splits, 1));
+  const bool fits = splits <= ctas && rounds <= MAX_ITEMS;
+  const int cost = fits ? rounds * (OF_ITEM + ceil_div(longest, splits)) : 1 << 26;
+  return static_cast<int>(__reduce_min_sync(~0u, static_cast<uint32_t>(cost * 32 + lane_anew()))) % 32 + 1;
+}
+
+// What a CTA attends to, one row and key head after another, and with which part of their keys: made once, by a warp.
+// Few keys have fewer splits than there could be: so many that every warp has one tile.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
   const int workers = workers_of(c.a), of_split = min(workers, 8) * TILE_POSITIONS;
-  const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
-  const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % most;
+  const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads;
   Item* to = const_cast<Item*>(c.items());
   // The first of a row's neighbours of the same sequence, whose keys the cache does not have yet.
   const auto first_of = [&](int row) {
@@ -48,10 +58,13 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     while (first > 0 && row - first < MAX_FRESH - 1 && s.slots[row] >= 0 && s.slots[first - 1] == s.slots[row]) first--;
     return first;
   };
-  const auto splits_of = [&](int row) {
-    const int length = s.slots[row] < 0 ? 0 : max(s.positions[first_of(row)], 0);
-    return max(1, min(most, ceil_div(length, of_split)));
-  };
+  const auto length_of = [&](int row) { return s.slots[row] < 0 ? 0 : max(s.positions[first_of(row)], 0); };
+  int longest = 0;
+  for (int row = 0; row < static_cast<int>(s.m); row++) longest = max(longest, length_of(row));
+  const int cta = blockIdx.x, most = most_splits(all, longest), stride = static_cast<int>(gridDim.x) / most;
+  const int split = cta % most;
+  if (lane_anew() != 0) return;
+  const auto splits_of = [&](int row) { return max(1, min(most, ceil_div(length_of(row), of_split))); };
   const int words = c.a.group * HD / 4;
   const auto share_of = [&](int splits) {
     return ceil_div(words, splits * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
@@ -67,7 +80,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     const int first_row = first_of(item.row);
     item.position = max(s.positions[item.row], 0), item.fresh = item.row - first_row + 1;
-    item.length = item.slot < 0 ? 0 : max(s.positions[first_row], 0);
+    item.length = length_of(item.row);
     const int spans = ceil_div(item.length, SPAN);
     item.split = split, item.splits = splits_of(item.row);
     item.first = spans * min(split, item.splits) / item.splits;

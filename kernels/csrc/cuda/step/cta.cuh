@@ -96,6 +96,9 @@ struct Cta {
     g.sharing = a.sharing[product];
     return g;
   }
+  __device__ __forceinline__ Share& share(int product) const {
+    return at<Share>(a.at.shares)[product * WARPS + warp()];
+  }
   __device__ __forceinline__ const Item* items() const { return at<const Item>(a.at.plan); }
   __device__ __forceinline__ const RowSplits* row_splits() const {
     return reinterpret_cast<const RowSplits*>(items() + MAX_ITEMS);
@@ -124,7 +127,7 @@ __device__ __forceinline__ Input input_of(const StepArgs& a, const trirun_cuda_s
   switch (product) {
     case QKV: return {a.x_attention, a.x_attention_headers, units, layer.attention_norm};
     case O:
-      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * a.s.splits * FINISHERS,
+      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * MAX_SPLITS * FINISHERS,
               layer.attention_sub_norm};
     case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, layer.mlp_norm};
     default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm};

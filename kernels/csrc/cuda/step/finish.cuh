@@ -57,7 +57,7 @@ struct Finisher {
     float squares, largest;
   };
   __device__ __forceinline__ Row headers(const float4* from, int count, uint32_t tag) const {
-    constexpr int AT_ONCE = 2;
+    constexpr int AT_ONCE = LIMBS == 1 ? 4 : 2;  // of one limb, others wait for this
     const int lane = c.lane();
     Row row{0.f, 0.f};
     uint32_t largest = 0;
@@ -211,8 +211,8 @@ struct Finisher {
       const float4 scales = weighted(make_float4(factor, factor, factor, factor), weights), beside = biases + before;
       // The halves of the lanes take every other part of a sum, or one of the two n tiles. Kept, or the compiler would
       // compute them anew where they are waited for.
-      const uint32_t from = kept(
-          slots + (pairs ? 2 * local + half : local) * tile_bytes + (pairs ? 0 : half) * step + row * 256, lane);
+      const uint32_t from =
+          kept(slots + (pairs ? 2 * local + half : local) * tile_bytes + (pairs ? 0 : half) * step + row * 256, lane);
       const int count = kept(pairs ? parts : (parts + 1 - half) >> 1, lane);
       const uint32_t stride = kept(pairs ? step : 2 * step, lane);
       // Twice, the first time for nothing but the instructions, which are there then when the sums come.
@@ -332,7 +332,8 @@ struct Finisher {
       squares = decoder::warp_sum(squares);
       largest = __reduce_max_sync(~0u, largest);
       float4* to = c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
-                   (span.kv_head * splits + span.split) * giving_warps + first_task()) * HEADER_WORDS;
+                                           (span.kv_head * splits + span.split) * giving_warps + first_task()) *
+                                              HEADER_WORDS;
       if (lane == 0) send(to, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
     }
   }

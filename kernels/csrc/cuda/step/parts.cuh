@@ -31,9 +31,8 @@ struct Parts {
 
   __device__ __forceinline__ int words() const { return c.a.group << c.a.head_words_log; }
   __device__ __forceinline__ float4* of_split(int split) const {
-    const trirun_cuda_step& s = c.a.s;
-    const int kv_heads = static_cast<int>(s.kv_heads);
-    return c.a.partial + ((row * kv_heads + kv_head) * s.splits + split) * (words() + c.a.group);
+    const int kv_heads = static_cast<int>(c.a.s.kv_heads);
+    return c.a.partial + ((row * kv_heads + kv_head) * MAX_SPLITS + split) * (words() + c.a.group);
   }
 
   // Adds up to AT_ONCE splits' parts of a word, those from `first` on. AT_ONCE neighbouring lanes want words of one

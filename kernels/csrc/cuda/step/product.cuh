@@ -178,6 +178,25 @@ struct Multiplier {
     meet();
   }
 
+  // Made once, by a thread of the warp. Warps share an n tile, or have none.
+  __device__ __forceinline__ static void make_share(const Cta& c, int product) {
+    const Geometry g = c.geometry(product);
+    const int buffer = product & 1, columns = c.rows() * LIMBS;
+    const auto over_parts = [&](int v) { return v * g.sharing.of_parts >> 16; };
+    const int group = over_parts(c.warp()), part = c.warp() - group * g.sharing.parts;
+    Share share;
+    share.tile = group < g.sharing.at_once ? group : g.tiles;
+    share.k_first = over_parts(g.k_tiles * part), share.k_last = over_parts(g.k_tiles * (part + 1));
+    // Two arrivals for each k tile of a chunk; the last chunk of an n tile may have fewer.
+    share.missing = share.k_last == g.k_tiles ? g.tile_chunks * CHUNK_K_TILES - g.k_tiles : 0;
+    share.limbs = c.a.at.limbs + buffer * c.a.at.limb_buffer + share.k_first * K_TILE * columns;
+    share.scales = c.a.at.scales + buffer * c.a.at.scale_buffer + share.k_first * c.rows() * 8;
+    share.slots =
+        c.a.at.slots + buffer * c.a.at.slot_buffer + ((c.rank() * g.sharing.parts + part) << c.a.tokens_log) * 256;
+    share.chunk = share.tile * g.tile_chunks + share.k_first / CHUNK_K_TILES;
+    c.share(product) = share;
+  }
+
   __device__ __forceinline__ static void run(Cta& c, int phase) {
     c.begin_phase();
     const int product = phase % PRODUCTS;
@@ -186,27 +205,18 @@ struct Multiplier {
     const trirun_int2& weight = weight_of(c.layer(phase / PRODUCTS), product);
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
-    const auto over_parts = [&](int v) { return v * g.sharing.of_parts >> 16; };
-    const int group = over_parts(c.warp()), part = c.warp() - group * g.sharing.parts,
-              parts = c.cluster() * g.sharing.parts;
-    const int k_first = over_parts(g.k_tiles * part), k_last = over_parts(g.k_tiles * (part + 1));
-    const uint32_t limbs0 = c.shared + c.a.at.limbs + buffer * c.a.at.limb_buffer + (lane / 4 & (columns - 1)) * 64 +
-                            lane % 4 * 16 + k_first * K_TILE * columns;
-    const uint32_t scales0 = c.shared + c.a.at.scales + buffer * c.a.at.scale_buffer + k_first * rows * 8;
-    const uint32_t slots0 = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer +
-                            ((c.rank() * g.sharing.parts + part) << c.a.tokens_log) * 256;
-    const float zero = weight.zero;
-    const int tile_step = g.sharing.at_once;
-    // Two arrivals for each k tile of a chunk; the last chunk of an n tile may have fewer.
-    const int missing = k_last == g.k_tiles ? g.tile_chunks * CHUNK_K_TILES - g.k_tiles : 0;
-    int tile = group < tile_step ? group : g.tiles;  // some warps have none
+    const Share& share = c.share(product);
     Ring first = c.ring;
-    c.move(first, tile * g.tile_chunks + k_first / CHUNK_K_TILES);
+    c.move(first, share.chunk);
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
     // first chunks is more than once round ahead.
     take_input(c, g, phase);
+    const int k_first = share.k_first, k_last = share.k_last, tile_step = g.sharing.at_once;
+    const uint32_t limbs0 = c.shared + share.limbs + (lane / 4 & (columns - 1)) * 64 + lane % 4 * 16;
+    const uint32_t scales0 = c.shared + share.scales;
+    const float zero = weight.zero;
 #pragma unroll 1
-    for (; tile < g.tiles; tile += tile_step) {
+    for (int tile = share.tile; tile < g.tiles; tile += tile_step) {
       const int unit = tile >> tiles_log, within = tile & ((1 << tiles_log) - 1);
       S sums;
       sums.clear();
@@ -237,11 +247,14 @@ struct Multiplier {
         }
         // Its words have been multiplied by now: an arrival may overtake loads, but not what depends on them.
         __syncwarp();
-        if (lane == 0) barrier_arrive_counted(c.empty(at.stage), 2 * (end - begin + (end == g.k_tiles ? missing : 0)));
+        if (lane == 0)
+          barrier_arrive_counted(c.empty(at.stage), 2 * (end - begin + (end == k_last ? share.missing : 0)));
         at.advance(c.a.at.stages);
       }
       const int local = unit >> c.a.cluster_log, owner = unit & (c.cluster() - 1);
-      const uint32_t slots = slots0 + ((((local << tiles_log) + within) * parts) << c.a.tokens_log) * 256;
+      const int parts = c.cluster() * g.sharing.parts;
+      const uint32_t slots =
+          c.shared + share.slots + ((((local << tiles_log) + within) * parts) << c.a.tokens_log) * 256;
       sums.leave(peer_address(slots, owner), peer_address(c.sums_barrier(buffer, local), owner), rows, zero,
                  c.factors(buffer) + MAX_ROWS);
       c.move(first, tile_step * g.tile_chunks);

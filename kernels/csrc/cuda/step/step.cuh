@@ -28,7 +28,7 @@ constexpr int STAGE_BYTES = CHUNK_BYTES + VALUE_BLOCKS * BLOCK_PADDING;
 constexpr int MAX_ROWS = 8;
 constexpr int HEADER_WORDS = 8;  // from one header to the next: all CTAs look at them, each at a line of its own
 constexpr int MAX_LAYERS = 96;
-constexpr int MAX_SPLITS = 32;
+constexpr int MAX_SPLITS = 32;  // one for each lane of the warp that chooses
 constexpr int MAX_GROUP = 16;  // query heads of a key head
 constexpr int MAX_FRESH = 4;  // rows of one sequence
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
@@ -40,7 +40,7 @@ enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
 // How warps share a product.
 struct Sharing {
   int parts, at_once;  // warps that share an n tile; n tiles that are multiplied at once
-  int of_parts;        // 2^16 / parts, rounded up
+  int of_parts;  // 2^16 / parts, rounded up
 };
 
 // What a CTA has of a product, the same in all layers.
@@ -50,6 +50,14 @@ struct Geometry {
   int tiles, tile_chunks;  // n tiles of this cluster; chunks of one
   int n_tiles;  // of the product
   Sharing sharing;
+};
+
+// What a warp has of a product, the same in all layers: made once, since it would take as long again in every phase.
+struct Share {
+  int tile, k_first, k_last;  // its first n tile, of its CTA's k tiles the first and the end
+  int missing;  // k tiles of an n tile's last chunk that are not there, where it is this warp's
+  uint32_t limbs, scales, slots;  // where its k tiles begin in the input, and its first sums, bytes
+  int chunk;  // its first in the stream
 };
 
 // A row and key head that this CTA attends to, and its part of the keys: the same in all layers.
@@ -107,6 +115,7 @@ struct Memory {
   int highest;  // float [WARPS][HEADS]: of those that attend, their largest scores
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // new keys and new values [MAX_FRESH], and float2 [MAX_FRESH]: their scales of 8 bits
+  int shares;  // Share [PRODUCTS][WARPS]
   int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
   int plan;  // Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
   int layers;  // trirun_cuda_step_layer [layers]

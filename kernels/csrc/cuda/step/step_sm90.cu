@@ -36,7 +36,8 @@ struct Stream {
     barrier_wait_warp(c.empty(filled.stage), filled.phase ^ 1);
     if (on_way * STREAMS == c.a.s.in_flight) {
 #pragma unroll
-      for (int i = 0; i < STREAMS; i++) barrier_wait_warp(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages);
+      for (int i = 0; i < STREAMS; i++)
+        barrier_wait_warp(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages);
     } else {
       on_way++;
     }
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     barrier_init_fence();
     fence_async_shared();
   }
-  if (threadIdx.x == 32) plan_items<HD, ELEMENT>(c);
+  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE>::make_share(c, c.lane());
+  if (warp == 1) plan_items<HD, ELEMENT>(c);
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
     c.at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
@@ -261,10 +263,9 @@ int check_sizes(const trirun_cuda_step& s) {
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
       (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster || s.ctas % s.cluster ||
-      s.ctas / s.cluster > MAX_CLUSTERS ||
-      s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
-      s.in_flight < STREAMS || s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim ||
-      s.hidden > (1 << 20) || s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
+      s.ctas / s.cluster > MAX_CLUSTERS || s.m * s.kv_heads > s.ctas * MAX_ITEMS || s.in_flight < STREAMS ||
+      s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) ||
+      s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
       local_of(s, GATE_UP) > MAX_LOCAL ||
       s.cluster > std::min({k_tiles_of(s, QKV), k_tiles_of(s, O), k_tiles_of(s, DOWN)}))
     return TRIRUN_BAD_SHAPE;
@@ -354,12 +355,13 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.newest = take(MAX_FRESH * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
   at.plan = take(MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
+  at.shares = take(PRODUCTS * WARPS * sizeof(Share));
   constexpr int BARRIERS = 1024;
   at.barriers = take(BARRIERS);
   at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
   for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
-                      &at.highest, &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
+                      &at.highest, &at.queries, &at.newest, &at.plan, &at.layers, &at.shares, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;
@@ -424,8 +426,8 @@ struct Messages {
     x_attention = take(s.hidden / 4), x_attention_headers = take(s.hidden / N_TILE * HEADER_WORDS);
     x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE * HEADER_WORDS);
     qkv = take((s.heads + 2 * s.kv_heads) * s.head_dim / 4);
-    partial = take(s.kv_heads * s.splits * group * (s.head_dim / 4 + 1));
-    attended = take(q_words), attended_headers = take(s.kv_heads * s.splits * FINISHERS * HEADER_WORDS);
+    partial = take(s.kv_heads * MAX_SPLITS * group * (s.head_dim / 4 + 1));
+    attended = take(q_words), attended_headers = take(s.kv_heads * MAX_SPLITS * FINISHERS * HEADER_WORDS);
     gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE * HEADER_WORDS);
     end = at;
   }

@@ -20,7 +20,7 @@ from ...weights.packing import PackedWeight
 from ..cuda_ops import Cache, Heads
 from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
-from .division import divide, splits_of
+from .division import divide
 
 # Of a step: as many as were faster than the chain of kernels (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2, 4)
@@ -28,7 +28,7 @@ ROWS = (1, 2, 4)
 MOST_PAIRS = 64
 CHUNKS_IN_FLIGHT = (4, 2)  # of 8 KiB a CTA: more of them make messages wait; two where there is no room for four
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
-MAX_SPLITS, MAX_ITEMS, MAX_LAYERS, MAX_FRESH = 32, 8, 96, 4  # of csrc/cuda/step/step.cuh
+MAX_LAYERS, MAX_FRESH = 96, 4  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -54,7 +54,7 @@ class StepStruct(ctypes.Structure):
         ("message_bytes", ctypes.c_size_t),
         *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks")),
         *((name, _I) for name in ("head_dim", "rotary_half", "interleaved", "activation", "dtype", "act_bits")),
-        *((name, _I) for name in ("group_size", "real_zeros", "ctas", "cluster", "splits", "in_flight")),
+        *((name, _I) for name in ("group_size", "real_zeros", "ctas", "cluster", "in_flight")),
         ("int8_cache", _I),
         ("eps", _F),
         ("scale", _F),
@@ -138,12 +138,11 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
         rotary_half=0 if h.cosines is None else h.cosines.shape[1], interleaved=h.interleaved,
         activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
         act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
-        ctas=sms // cluster * cluster, cluster=cluster, splits=1, in_flight=CHUNKS_IN_FLIGHT[0], int8_cache=int8_cache,
+        ctas=sms // cluster * cluster, cluster=cluster, in_flight=CHUNKS_IN_FLIGHT[0], int8_cache=int8_cache,
         eps=h.eps, scale=h.scale,
     )  # fmt: skip
     # Clusters lie within parts of a GPU that have different numbers of multiprocessors: not all need fit.
     struct.ctas = library().trirun_cuda_step_ctas(ctypes.byref(struct)) or struct.ctas
-    struct.splits = splits_of(rows * h.kv_heads, struct.ctas, MAX_SPLITS, MAX_ITEMS)
     for in_flight in CHUNKS_IN_FLIGHT:
         struct.in_flight = in_flight
         if _message_bytes(struct):

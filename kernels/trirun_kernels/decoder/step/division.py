@@ -31,23 +31,5 @@ def divide(qkv: int, hidden: int, gated: int, depth: Mapping[str, int], clusters
     return starts["qkv"], starts["hidden"], starts["gated"], starts["hidden"]
 
 
-def splits_of(items: int, ctas: int, most: int, most_items: int) -> int:
-    """Into how many parts keys are split, at most, each for a CTA.
-
-    Args:
-        items: pairs of a row and a key head. ctas: of which each has an item of every round.
-        most: parts. most_items: of a CTA.
-    """
-
-    # An item takes as long as 256 keys before and after its keys; with these many keys:
-    before, keys = 256, 2048
-
-    def cost(splits: int) -> float:
-        return -(-items // (ctas // splits)) * (before + keys / splits)
-
-    fitting = [s for s in range(1, min(most, ctas) + 1) if items <= ctas // s * most_items]
-    return min(fitting, key=cost, default=1)
-
-
 def _even(count: int, parts: int) -> list[int]:
     return [count // parts + (i < count % parts) for i in range(parts)]

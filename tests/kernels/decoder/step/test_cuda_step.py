@@ -12,7 +12,7 @@ from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 from trirun_kernels.decoder.cuda_reference import int8_round_trip
 from trirun_kernels.decoder.cuda_weights import CudaModel
 from trirun_kernels.decoder.step.cuda import refusal
-from trirun_kernels.decoder.step.division import divide, splits_of
+from trirun_kernels.decoder.step.division import divide
 
 from tests.kernels.decoder.cuda_support import BOTH, gpu
 from tests.kernels.decoder.models import VOCAB, random_model
@@ -44,17 +44,6 @@ def test_every_tile_is_somebodys_and_no_cluster_has_much_more_than_others(qkv, h
         shares = [b - a for a, b in pairwise(starts)]
         assert (starts[0], starts[-1], len(shares)) == (0, count, 66)
         assert min(shares) >= 0 and max(shares) == -(-count // 66)
-
-
-@pytest.mark.parametrize("ctas", [120, 132, 8])
-@pytest.mark.parametrize("items", [1, 4, 8, 24, 32, 64, 200])
-def test_every_item_has_a_cta_for_each_of_its_splits(items, ctas):
-    splits = splits_of(items, ctas, 32, 8)
-    assert 1 <= splits <= min(32, ctas)
-    rounds = -(-items // (ctas // splits))
-    assert rounds <= 8 or items > 8 * ctas  # or no division would do
-    # Of few items all CTAs that make a whole number of shares have one.
-    assert rounds > 1 or (splits + 1) * items > ctas or splits == 32
 
 
 @pytest.mark.parametrize(
