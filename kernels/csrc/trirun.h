@@ -638,9 +638,8 @@ typedef struct {
   const int32_t* positions; /* [m] */
   const int32_t* block_tables; /* [slots][ld_blocks] */
   const float *cosines, *sines; /* [positions][rotary_half] */
-  const int32_t* plan; /* [4][ctas / cluster + 1] in host memory: of qkv, o, gate_up, down (as o), the first unit of
-                          64 outputs (or pairs) of every cluster, and the end; none has more than an equal share, rounded
-                          up */
+  const int32_t* plan; /* [4][ctas / cluster + 1], in host memory: of qkv, o, gate_up, down (as o), the first unit of 64
+                          outputs (or pairs) of every cluster, and the end; none has more than an equal share needs */
   void* messages; /* 256-byte aligned, of this structure's sizes alone, zero before the first step. The second 32-bit
                      word is not 0 once CTAs have waited for each other in vain. */
   size_t message_bytes; /* at least trirun_cuda_step_messages */
