@@ -206,9 +206,8 @@ struct Finisher {
       const float4 before = to_residual ? residual(task) : make_float4(0.f, 0.f, 0.f, 0.f);
       const uint32_t barrier = c.sums_barrier(buffer, local);
       if (row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
-      if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
-      const float factor = __shfl_sync(~0u, of_rows, row);
-      const float4 scales = weighted(make_float4(factor, factor, factor, factor), weights), beside = biases + before;
+      const float4 beside = biases + before;
+      float4 scales = make_float4(1.f, 1.f, 1.f, 1.f);
       // The halves of the lanes take every other part of a sum, or one of the two n tiles. Kept, or the compiler would
       // compute them anew where they are waited for.
       const uint32_t from =
@@ -218,7 +217,12 @@ struct Finisher {
       // Twice, the first time for nothing but the instructions, which are there then when the sums come.
 #pragma unroll 1
       for (int real = 0; real < 2; real++) {
-        if (real) barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
+        if (real) {
+          if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
+          const float factor = __shfl_sync(~0u, of_rows, row);
+          scales = weighted(make_float4(factor, factor, factor, factor), weights);
+          barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
+        }
         float4 v = added(from, count, stride);
         if (!pairs) v = v + from_other_half(v);
         float4 raw = exchanged(v) * scales + beside;
