@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from trirun_toolchain import find_nvcc
 from tests.kernels.decoder.models import VOCAB, random_model
 from tests.kernels.test_attention_on_host import HERE, SOURCES, for_host
 
-PAGES_OF_SLOT, ROOM = 5, 160 << 10
+ROOM = 160 << 10
 CTAS = 8  # MOST_CTAS of on_host/fibers.h
 PLAIN = {"hidden": 256, "ffn": 384, "heads": 4, "kv_heads": 4, "head_dim": 64, "spec": QuantSpec(-1, 1.0), "layers": 2}
 
@@ -116,7 +117,8 @@ def heads_of(model):
 def filled(model, texts, weights, int8, new=2):
     """Logits of every text's tokens, and caches of all layers that hold the texts but for their last ``new`` tokens."""
     mixer, slots = model.shape.layers[0].mixer, len(texts)
-    sizes = (slots * PAGES_OF_SLOT, mixer.kv_heads, PAGE, mixer.head_dim)
+    pages = max(-(-len(text) // PAGE) for text in texts)
+    sizes = (slots * pages, mixer.kv_heads, PAGE, mixer.head_dim)
     kind = torch.int8 if int8 else model.dtype
     tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(1)).view(slots, -1).to(torch.int32)
     # What is behind a text is no number.
@@ -175,6 +177,19 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
     # Of most rows: of 8 bits a code next to a tie makes some differ by more.
     limit = (2e-2 if act_bits == 8 or int8 else 4e-3) if dtype == torch.float16 else 2e-2
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
+
+
+@needs_tools
+def test_behind_a_long_text_ctas_attend_in_rounds(library, monkeypatch):
+    # Of ten key heads eight CTAs have two rounds, and of more than 512 keys two parts of each in three.
+    weights = random_model(**PLAIN | {"heads": 10, "kv_heads": 10, "layers": 1})
+    text = torch.randint(0, VOCAB, (602,), generator=torch.Generator().manual_seed(2))
+    angles = torch.arange(len(text) + PAGE).unsqueeze(1) * 10000.0 ** -(torch.arange(32) / 32)
+    weights = replace(weights, rotary=[(angles.cos(), angles.sin())])
+    model = CudaModel.of(weights, "cpu", torch.float16)
+    (logits,), caches = filled(model, [text], weights, False)
+    known, steps = [(text, logits)], [[(0, 600)], [(0, 601)]]
+    assert max(errors_of(library, monkeypatch, weights, model, caches, known, steps)) < 4e-3
 
 
 @needs_tools
