@@ -30,12 +30,12 @@ inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint3
   on_host::cta().barriers.at(barrier).count(0, -static_cast<int64_t>(bytes));
 }
 
-inline void cluster_arrive() { on_host::self->arrivals++; }
 inline void barrier_wait_warp(uint32_t barrier, uint32_t parity) {
   on_host::wait_for(barrier, parity);
   on_host::meet_warp();
 }
 
+inline void cluster_arrive() { on_host::self->arrivals++; }
 inline void cluster_wait() {
   using namespace on_host;
   self->cluster_waits++;

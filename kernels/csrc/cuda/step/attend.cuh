@@ -39,8 +39,8 @@ __device__ __forceinline__ int most_splits(int items, int longest) {
   const int ctas = static_cast<int>(gridDim.x), splits = lane_anew() + 1;
   const int rounds = ceil_div(items, max(ctas / splits, 1));
   const bool fits = splits <= ctas && rounds <= MAX_ITEMS;
-  const int cost = fits ? rounds * (OF_ITEM + ceil_div(longest, splits)) : 1 << 26;
-  return static_cast<int>(__reduce_min_sync(~0u, static_cast<uint32_t>(cost * 32 + lane_anew()))) % 32 + 1;
+  const uint32_t cost = fits ? rounds * (OF_ITEM + ceil_div(longest, splits)) : 1 << 26;
+  return static_cast<int>(__reduce_min_sync(~0u, cost * MAX_SPLITS + splits - 1) % MAX_SPLITS) + 1;
 }
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once, by a warp.
