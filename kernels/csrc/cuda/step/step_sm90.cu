@@ -41,7 +41,6 @@ struct Stream {
     } else {
       on_way++;
     }
-    __syncwarp();  // or a lane could be rounds behind
     if (c.lane() == 0) barrier_expect(c.full(filled.stage), bytes);
   }
   __device__ __forceinline__ void copy(int to, const void* from, uint32_t bytes) const {
