@@ -64,13 +64,12 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   const int cta = blockIdx.x, most = most_splits(all, longest), stride = static_cast<int>(gridDim.x) / most;
   const int split = cta % most;
   if (lane_anew() != 0) return;
-  const auto splits_of = [&](int row) { return max(1, min(most, ceil_div(length_of(row), of_split))); };
   const int words = c.a.group * HD / 4;
   const auto share_of = [&](int splits) {
     return ceil_div(words, splits * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
   };
   for (int row = 0; row < static_cast<int>(s.m); row++) {
-    const int splits = splits_of(row);
+    const int splits = max(1, min(most, ceil_div(length_of(row), of_split)));
     const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share_of(splits), 32))};
   }
   int count = 0;
@@ -82,7 +81,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.position = max(s.positions[item.row], 0), item.fresh = item.row - first_row + 1;
     item.length = length_of(item.row);
     const int spans = ceil_div(item.length, SPAN);
-    item.split = split, item.splits = splits_of(item.row);
+    item.split = split, item.splits = c.row_splits()[item.row].splits;
     item.first = spans * min(split, item.splits) / item.splits;
     item.last = spans * min(split + 1, item.splits) / item.splits;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
