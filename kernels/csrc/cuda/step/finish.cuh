@@ -52,23 +52,24 @@ struct Finisher {
     return c.at<float4>(c.a.at.residual)[task * 16 + c.lane() % 16];
   }
 
-  // What the headers of a row come to; all lanes get it.
+  // What the headers of a row come to. 2^lanes_log neighbouring lanes have the same row: from and count are theirs.
   struct Row {
     float squares, largest;
   };
-  __device__ __forceinline__ Row headers(const float4* from, int count, uint32_t tag) const {
-    constexpr int AT_ONCE = LIMBS == 1 ? 4 : 2;  // of one limb, others wait for this
-    const int lane = c.lane();
+  __device__ __forceinline__ Row headers(const float4* from, int count, int lanes_log, uint32_t tag) const {
+    constexpr int AT_ONCE = 4;
+    const int lanes = 1 << lanes_log, lane = c.lane() & (lanes - 1);
+    const int most = __reduce_max_sync(~0u, count);
     Row row{0.f, 0.f};
     uint32_t largest = 0;
 #pragma unroll 1
-    for (int first = 0; first < count; first += AT_ONCE * 32) {
+    for (int first = 0; first < most; first += AT_ONCE * lanes) {
       const int base = first + lane;
       Word words[AT_ONCE];
       uint32_t wanted = 0;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) wanted |= (base + i * 32 < count) << i, words[i] = {0, 0, 0, 0};
-      receive(words, from + base * HEADER_WORDS, 32 * HEADER_WORDS, wanted, tag, c.patience());
+      for (int i = 0; i < AT_ONCE; i++) wanted |= (base + i * lanes < count) << i, words[i] = {0, 0, 0, 0};
+      receive(words, from + base * HEADER_WORDS, lanes * HEADER_WORDS, wanted, tag, c.patience());
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const float4 v = words[i].values();
@@ -76,8 +77,13 @@ struct Finisher {
         largest = max(largest, __float_as_uint(v.y));  // as bits, so that a NaN is the largest
       }
     }
-    row.squares = decoder::warp_sum(row.squares);
-    row.largest = __uint_as_float(__reduce_max_sync(~0u, largest));
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      const float other_squares = __shfl_xor_sync(~0u, row.squares, offset);
+      const uint32_t other_largest = LIMBS == 1 ? __shfl_xor_sync(~0u, largest, offset) : 0;
+      if (offset < lanes) row.squares += other_squares, largest = max(largest, other_largest);
+    }
+    row.largest = __uint_as_float(largest);
     return row;
   }
   __device__ __forceinline__ float factor_of(float squares, int k) const {
@@ -89,30 +95,27 @@ struct Finisher {
   __device__ __forceinline__ float factors(const Geometry& g, int product, const Input& in, int buffer,
                                            uint32_t tag) const {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
-    const auto of_row = [&](int row) {
+    // Some lanes for each of its rows, all rows at once.
+    const int rows_log = LIMBS == 2 ? c.a.tokens_log : max(c.a.tokens_log - FINISHERS_LOG, 0);
+    const int lanes_log = 5 - rows_log, nth = lane >> lanes_log;
+    const int row = LIMBS == 2 ? nth : first_task() + nth * FINISHERS;
+    const auto of_row = [&] {
       const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
-      return headers(in.headers + row * in.header_stride * HEADER_WORDS, count, tag);
+      return headers(in.headers + row * in.header_stride * HEADER_WORDS, count, lanes_log, tag);
     };
-    float own = 1.f;
     if constexpr (LIMBS == 2) {
-      if (in.norm == nullptr || first_task() >= g.local << c.a.tokens_log) return own;
-#pragma unroll 1
-      for (int row = 0; row < c.rows(); row++) {
-        const float factor = factor_of(of_row(row).squares, k);
-        if (lane == row) own = factor;
-      }
+      if (in.norm == nullptr || first_task() >= g.local << c.a.tokens_log) return 1.f;
+      return __shfl_sync(~0u, factor_of(of_row().squares, k), lane << lanes_log);
     } else {
-#pragma unroll 1
-      for (int row = first_task(); row < c.rows(); row += FINISHERS) {
-        const Row r = of_row(row);
-        const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
-        float* to = c.factors(buffer) + row;
-        if (lane == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
-      }
+      if (first_task() >= c.rows()) return 1.f;
+      const Row r = of_row();
+      const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
+      float* to = c.factors(buffer) + row;
+      if (lane % (1 << lanes_log) == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
       __syncwarp();
-      if (lane == 0 && first_task() < c.rows()) barrier_arrive(c.factor_barrier(buffer));
+      if (lane == 0) barrier_arrive(c.factor_barrier(buffer));
+      return 1.f;
     }
-    return own;
   }
 
   __device__ __forceinline__ float4 bias_of(const void* bias, int row) const {
@@ -156,15 +159,19 @@ struct Finisher {
     return odd ? make_float4(low, v.z, high, v.w) : make_float4(v.x, low, v.y, high);
   }
 
-  // 64 values of a row to whoever takes them. raw: as the norm sees them; sent: times its weights.
+  // 64 values of a row to whoever takes them, from the lanes that send. raw: as the norm sees them; sent: times its
+  // weights.
   __device__ __forceinline__ void send_unit(float4* words, float4* header, float4 raw, float4 sent, uint32_t tag,
-                                            bool real = true) const {
-    if (half() == 0 && real) send(words + word(), sent, tag);
+                                            bool sends) const {
+    if (sends) send(words + word(), sent, tag);
     float squares = raw.x * raw.x + raw.y * raw.y + raw.z * raw.z + raw.w * raw.w;
+    uint32_t largest = LIMBS == 1 ? magnitude_bits(sent) : 0;
 #pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) squares += __shfl_xor_sync(~0u, squares, offset);
-    const uint32_t largest = LIMBS == 1 ? __reduce_max_sync(~0u, magnitude_bits(sent)) : 0;
-    if (c.lane() == 0 && real) send(header, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    for (int offset = 8; offset > 0; offset /= 2) {
+      squares += __shfl_xor_sync(~0u, squares, offset);
+      if (LIMBS == 1) largest = max(largest, __shfl_xor_sync(~0u, largest, offset));
+    }
+    if (c.lane() % 16 == 0 && sends) send(header, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 
   __device__ __forceinline__ void run(int phase) {
@@ -196,35 +203,42 @@ struct Finisher {
     bool known = LIMBS == 1;
     float of_rows = 1.f;
     if (known && g.units > 0) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
+    // Of several rows each warp has some of every unit, else it has units of its own. Of four it takes two at once.
+    const bool shares = rows > 1, two = rows > FINISHERS && !pairs;
+    const int first_row = shares ? first_task() : 0, row_step = shares ? FINISHERS << two : 1;
+    // The first one twice, once for nothing but the instructions, which are there then when the sums come.
+    bool real = false;
 #pragma unroll 1
-    for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
-      const int local = task >> rows_log, row = task & (rows - 1), unit = unit_of(g, local);
+    for (int local = shares ? 0 : first_task(); local < g.local; local += shares ? 1 : FINISHERS) {
+      const int unit = unit_of(g, local);
       const int n = unit * N_TILE + row_in_unit(), own_n = pairs ? n + half * units * N_TILE : n;
       const uint2 weights = weights_of(weight, own_n);
       const float4 biases = bias_of(bias, own_n);
       const float4 norms = norm == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : load_rows(norm + n);
-      const float4 before = to_residual ? residual(task) : make_float4(0.f, 0.f, 0.f, 0.f);
       const uint32_t barrier = c.sums_barrier(buffer, local);
-      if (row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
-      const float4 beside = biases + before;
+      if (first_row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
       float4 scales = make_float4(1.f, 1.f, 1.f, 1.f);
-      // The halves of the lanes take every other part of a sum, or one of the two n tiles. Kept, or the compiler would
-      // compute them anew where they are waited for.
+      // The halves of the lanes take every other part of a sum, one of two n tiles, or one of two rows. Kept, or the
+      // compiler would compute them anew where they are waited for.
+      const bool whole = pairs || two;
       const uint32_t from =
-          kept(slots + (pairs ? 2 * local + half : local) * tile_bytes + (pairs ? 0 : half) * step + row * 256, lane);
-      const int count = kept(pairs ? parts : (parts + 1 - half) >> 1, lane);
-      const uint32_t stride = kept(pairs ? step : 2 * step, lane);
-      // Twice, the first time for nothing but the instructions, which are there then when the sums come.
+          kept(slots + (pairs ? 2 * local + half : local) * tile_bytes + (whole ? 0 : half) * step, lane);
+      const int count = kept(whole ? parts : (parts + 1 - half) >> 1, lane);
+      const uint32_t stride = kept(whole ? step : 2 * step, lane);
 #pragma unroll 1
-      for (int real = 0; real < 2; real++) {
+      for (int first = first_row; first < rows;) {
+        const int row = first + (two ? half * FINISHERS : 0), task = (local << rows_log) + row;
+        const bool sends = (half == 0 || two) && real;
+        const float4 before = to_residual ? residual(task) : make_float4(0.f, 0.f, 0.f, 0.f);
+        const float4 beside = biases + before;
         if (real) {
           if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
           const float factor = __shfl_sync(~0u, of_rows, row);
           scales = weighted(make_float4(factor, factor, factor, factor), weights);
           barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
         }
-        float4 v = added(from, count, stride);
-        if (!pairs) v = v + from_other_half(v);
+        float4 v = added(from + row * 256, count, stride);
+        if (!whole) v = v + from_other_half(v);
         float4 raw = exchanged(v) * scales + beside;
         if (pairs) {
           // The lower lanes have gates, the upper ones what they multiply: either takes two of the four.
@@ -239,12 +253,14 @@ struct Finisher {
         }
         const int at = row * units + unit;
         if (product == QKV) {
-          if (half == 0 && real) send(words + at * 16 + word(), raw, tag);
-          continue;
+          if (sends) send(words + at * 16 + word(), raw, tag);
+        } else {
+          send_unit(words + at * 16, to_headers + at * HEADER_WORDS, raw, raw * norms, tag, sends);
+          if (to_residual && sends) residual(task) = raw;
+          __syncwarp();
         }
-        send_unit(words + at * 16, to_headers + at * HEADER_WORDS, raw, raw * norms, tag, real);
-        if (to_residual && half == 0 && real) residual(task) = raw;
-        __syncwarp();
+        if (real) first += row_step;
+        real = true;
       }
     }
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
@@ -355,7 +371,7 @@ struct Finisher {
       if (half() == 0) residual(task) = v;
       const int at = row * g.n_tiles + unit;
       send_unit(c.a.x_attention + at * 16, c.a.x_attention_headers + at * HEADER_WORDS, v,
-                v * load_rows(c.layer(0).attention_norm + n), tag);
+                v * load_rows(c.layer(0).attention_norm + n), tag, half() == 0);
     }
   }
 
@@ -368,7 +384,8 @@ struct Finisher {
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
-      const float squares = headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, tag).squares;
+      const float squares =
+          headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, 5, tag).squares;
       const float4 y = scaled(residual(task), factor_of(squares, hidden)) * load_rows(s.final_norm + n);
       if (half() == 1) continue;
       const bool failed = *reinterpret_cast<volatile uint32_t*>(c.a.status) != 0;

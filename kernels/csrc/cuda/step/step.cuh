@@ -19,7 +19,7 @@ namespace trirun::step {
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int WARPS = 16;  // that multiply and attend
-constexpr int FINISHERS = 2, STREAMS = 2;  // warps
+constexpr int FINISHERS_LOG = 1, FINISHERS = 1 << FINISHERS_LOG, STREAMS = 2;  // warps
 constexpr int THREADS = (WARPS + FINISHERS + STREAMS) * 32;
 constexpr int CHUNK_K_TILES = 4;  // of one n tile: what the stream brings at once
 constexpr int CHUNK_BYTES = CHUNK_K_TILES * WORD_TILE_BYTES;
