@@ -25,7 +25,7 @@ from .division import divide
 # Of a step: as many as were faster than the chain of kernels (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2, 4)
 # Pairs of a row and a key head, of several rows: of more, attention takes so long that the chain is as fast.
-MOST_PAIRS = 64
+MOST_PAIRS = 96
 CHUNKS_IN_FLIGHT = (4, 2)  # of 8 KiB a CTA: more of them make messages wait; two where there is no room for four
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
 MAX_LAYERS, MAX_FRESH = 96, 4  # of csrc/cuda/step/step.cuh
