@@ -22,11 +22,12 @@ from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
 from .division import divide
 
-# Of a step: as many as were faster than the chain of kernels (kernels/LOG.md), though the kernel takes up to eight.
-ROWS = (1, 2, 4)
+# Of a step. The kernel takes eight of 8-bit activations alone; of all, those that are faster than the chain of kernels.
+ROWS = (1, 2, 4, 8)
 # Pairs of a row and a key head, of several rows: of more, attention takes so long that the chain is as fast.
 MOST_PAIRS = 96
-CHUNKS_IN_FLIGHT = (4, 2)  # of 8 KiB a CTA: more of them make messages wait; two where there is no room for four
+# Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
+CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
 MAX_LAYERS, MAX_FRESH = 96, 4  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
@@ -162,8 +163,12 @@ def rows_taken(
     reason = refusal(model, device.arch, heads) if rows else "it was not asked for"
     if reason is not None:
         return (), reason
-    few = [m for m in rows if m == 1 or m * heads[0].kv_heads <= MOST_PAIRS]
-    taken = tuple(m for m in few if _message_bytes(_sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)))
+
+    def has_room(m: int) -> bool:
+        struct = _sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)
+        return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
+
+    taken = tuple(m for m in rows if (m == 1 or m * heads[0].kv_heads <= MOST_PAIRS) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"
 
 

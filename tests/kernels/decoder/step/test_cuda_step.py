@@ -150,9 +150,7 @@ def test_codes_and_scales_are_those_of_the_chain(dtype):
 @gpu
 @BOTH
 @pytest.mark.parametrize(("rows", "act_bits"), [(2, 16), (4, 16), (4, 8), (8, 8)])
-def test_rows_of_a_batch_come_and_go(rows, act_bits, dtype, monkeypatch):
-    # The kernel takes more rows than steps leave to it.
-    monkeypatch.setattr("trirun_kernels.decoder.cuda.ROWS", (1, 2, 4, 8))
+def test_rows_of_a_batch_come_and_go(rows, act_bits, dtype):
     weights = random_model(**PLAIN | MODELS["two queries a key"] | {"layers": 3})
     one, chain = decoders(weights, rows, dtype, act_bits)
     for layers in zip(one.cache, chain.cache, strict=True):
