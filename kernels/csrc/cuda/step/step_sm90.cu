@@ -376,8 +376,8 @@ Layout weighed(const trirun_cuda_step& s) {
   const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
   Layout best{};
   int least = 1 << 24;
-  // One query head a key: more parts to add than it is worth.
-  const int most = s.heads == s.kv_heads ? 3 + sides_log : 4;
+  // One query head a key: more parts to add than it is worth, but of 8 bits, whose tiles take longer.
+  const int most = s.heads == s.kv_heads && !s.int8_cache ? 3 + sides_log : 4;
   for (int attending = most; attending >= 1 + sides_log; attending--)
     for (int slots = FEWEST_SLOTS; slots <= MOST_SLOTS; slots = more_slots(slots))
       for (int other = FEWEST_SLOTS; other <= MOST_SLOTS; other = more_slots(other)) {
