@@ -44,7 +44,8 @@ __device__ __forceinline__ int most_splits(int items, int longest) {
 }
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once, by a warp.
-// Few keys have fewer splits than there could be: so many that every warp has one tile.
+// Few keys have fewer splits than there could be: so many that every warp has one tile, or as many as are joined at once
+// where no warp has more than two.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
@@ -69,7 +70,9 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     return ceil_div(words, splits * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
   };
   for (int row = 0; row < static_cast<int>(s.m); row++) {
-    const int splits = max(1, min(most, ceil_div(length_of(row), of_split)));
+    const int length = length_of(row), two_tiles = 2 * workers * TILE_POSITIONS;
+    const int highest = length <= Parts::AT_ONCE * two_tiles ? min(most, Parts::AT_ONCE) : most;
+    const int splits = max(1, min(highest, ceil_div(length, of_split)));
     const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share_of(splits), 32))};
   }
   int count = 0;
