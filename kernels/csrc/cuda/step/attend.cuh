@@ -71,8 +71,8 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   };
   for (int row = 0; row < static_cast<int>(s.m); row++) {
     const int length = length_of(row), two_tiles = 2 * workers * TILE_POSITIONS;
-    const int highest = length <= Parts::AT_ONCE * two_tiles ? min(most, Parts::AT_ONCE) : most;
-    const int splits = max(1, min(highest, ceil_div(length, of_split)));
+    const int limit = length <= Parts::AT_ONCE * two_tiles ? min(most, Parts::AT_ONCE) : most;
+    const int splits = max(1, min(limit, ceil_div(length, of_split)));
     const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share_of(splits), 32))};
   }
   int count = 0;

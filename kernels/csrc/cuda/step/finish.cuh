@@ -3,7 +3,7 @@
 //
 // Lane 8 half + 2 t + p, p of 0 and 1, ends with rows 32 half + 16 p + {2t, 2t+1, 2t+8, 2t+9} of a unit, which is word
 // 8 half + 4 p + t of 16, in the order in which activations.cuh quantizes. The upper sixteen lanes have other parts of
-// the same sums, or, of pairs of n tiles, the second.
+// the same sums; of pairs of n tiles the second; of four rows, where they are no pairs, another row.
 #pragma once
 
 #include "parts.cuh"

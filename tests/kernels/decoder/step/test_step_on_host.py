@@ -16,7 +16,8 @@ from trirun_kernels.decoder import reference
 from trirun_kernels.decoder.cuda_ops import PAGE, Cache, Heads
 from trirun_kernels.decoder.cuda_reference import append, int8_round_trip
 from trirun_kernels.decoder.cuda_weights import CudaModel
-from trirun_kernels.decoder.step.cuda import CudaStep, refusal
+from trirun_kernels.decoder.step.cuda import ROWS, CudaStep, refusal, rows_taken
+from trirun_kernels.plan.problem import Device
 from trirun_toolchain import find_nvcc
 
 from tests.kernels.decoder.models import VOCAB, random_model
@@ -230,3 +231,25 @@ def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows
     errors = errors_of(library, monkeypatch, weights, model, caches, known, steps)
     limit = 2e-2 if int8 else 4e-3
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("options", "act_bits", "taken"),
+    [
+        ({"kv_heads": 2}, 8, (1, 2, 4, 8)),
+        ({"kv_heads": 2}, 16, (1, 2, 4)),
+        ({"heads": 32, "kv_heads": 32}, 16, (1, 2)),  # 128 pairs of four rows
+        ({"kv_heads": 2, "ffn": 14336}, 8, (1, 2, 4)),  # room for two chunks of eight rows
+        ({"kv_heads": 2, "ffn": 40960}, 8, ()),
+    ],
+)
+def test_rows_that_are_faster_than_by_the_chain(library, monkeypatch, options, act_bits, taken):
+    sizes = SimpleNamespace(
+        trirun_cuda_step_ctas=lambda _: 0,  # as many as there are multiprocessors
+        trirun_cuda_step_messages=library.trirun_cuda_step_messages,
+    )
+    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: sizes)
+    model = CudaModel.of(random_model(**PLAIN | FOUR | options), "cpu", torch.float16, act_bits=act_bits)
+    found, reason = rows_taken(ROWS, model, Device(90, 132), heads_of(model), int8_cache=False)
+    assert found == taken and (reason is None) == bool(taken)
