@@ -18,6 +18,7 @@ from tests.small_models import FAMILIES, SIZES, save_ternary
 from trirun_cli.backends.cpu.weights import decoder_weights
 from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
+from trirun_cli.backends.cuda.runner import runner_name
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.errors import InputError, OutOfMemoryError
@@ -143,3 +144,14 @@ def test_slots_that_nobody_asked_for_follow_the_memory(monkeypatch, plain_model,
     options = {"dtype": "auto", "act_bits": None, "context": None, "kv_cache_dtype": kind}
     runner = opening.open_cuda(plain_model, device="cuda:0", slots=asked, **options)
     assert runner.slots == slots and bool(runner.why_slots) == (asked is None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps"),
+    [((), ""), ((1,), ", steps of 1 row in one kernel"), ((1, 2, 4), ", steps of 1, 2, 4 rows in one kernel")],
+)
+def test_what_runs_a_model_is_told(rows, steps, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    model = SimpleNamespace(dtype=torch.float16, act_bits=16, packed=True, device=None)
+    decoder = SimpleNamespace(model=model, scales=None, step_rows=rows)
+    assert runner_name(decoder) == f"native decoder on a GPU, 16-bit activations, float16{steps}"

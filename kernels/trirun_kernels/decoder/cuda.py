@@ -60,7 +60,8 @@ class CudaDecoder:
     Attributes:
         caches: what the layers keep. cache, scales: their keys and values, see :class:`.MixerCaches`.
         block_tables: int32 on the device, the pages of each slot, see :class:`.MixerCaches`; the caller keeps them.
-        latest: int32 [slots], the token each slot sampled last. step_refusal: why no step is one kernel, or None.
+        latest: int32 [slots], the token each slot sampled last.
+        step_rows: of how many rows a step is one kernel. step_refusal: why of none, or None.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class CudaDecoder:
         scales = (layer.norms.get("output_scale") for layer in model.layers)
         self._output_scales = [1.0 if scale is None else scale.item() for scale in scales]
         self._windows = {heads.window for heads in self._heads.values()}
-        self._step_rows, self.step_refusal = rows_taken(
+        self.step_rows, self.step_refusal = rows_taken(
             ROWS if one_kernel else (), model, self._device, list(self._heads.values()), int8_cache=kind == torch.int8
         )
         self._steps: dict[int, CudaStep] = {}
@@ -157,7 +158,7 @@ class CudaDecoder:
         delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
-        if m in self._step_rows and not splits and all(segment.count <= MAX_FRESH for segment in segments):
+        if m in self.step_rows and not splits and all(segment.count <= MAX_FRESH for segment in segments):
             return self._one_kernel(inputs, wanted)
         prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)

@@ -37,7 +37,8 @@ def runner_name(decoder: CudaDecoder) -> str:
     kind = str(model.dtype).removeprefix("torch.")
     weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
     cache = ", int8 cache" if decoder.scales is not None else ""
-    steps = ", steps of one or two rows in one kernel" if decoder.step_refusal is None else ""
+    rows = ", ".join(map(str, decoder.step_rows))
+    steps = f", steps of {rows} row{'s' if ',' in rows else ''} in one kernel" if rows else ""
     return f"native decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}{steps}"
 
 

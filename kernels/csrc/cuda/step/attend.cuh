@@ -44,8 +44,8 @@ __device__ __forceinline__ int most_splits(int items, int longest) {
 }
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once, by a warp.
-// Few keys have fewer splits than there could be: so many that every warp has one tile, or as many as are joined at once
-// where no warp has more than two.
+// Few keys have fewer splits than there could be: so many that every warp has one tile, or, where no warp has more than
+// two, as many as are joined at once.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
