@@ -22,9 +22,9 @@ from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
 from .division import divide
 
-# Of a step. The kernel takes eight of 8-bit activations alone; of all, those that are faster than the chain of kernels.
+# Of a step, where they are faster than by the chain of kernels (kernels/LOG.md). Eight are of 8-bit activations alone.
 ROWS = (1, 2, 4, 8)
-# Pairs of a row and a key head, of several rows: of more, attention takes so long that the chain is as fast.
+# Pairs of a row and a key head, of several rows: of 128 the chain is faster behind long texts.
 MOST_PAIRS = 96
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
