@@ -203,7 +203,7 @@ struct Finisher {
     bool known = LIMBS == 1;
     float of_rows = 1.f;
     if (known && g.units > 0) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
-    // Of several rows each warp has some of every unit, else it has units of its own. Of four it takes two at once.
+    // Of several rows each warp has some of every unit, else units of its own. Of four or more it has two at once.
     const bool shares = rows > 1, two = rows > FINISHERS && !pairs;
     const int first_row = shares ? first_task() : 0, row_step = shares ? FINISHERS << two : 1;
     // The first one twice, once for nothing but the instructions, which are there then when the sums come.
