@@ -52,6 +52,8 @@ struct Finisher {
     return c.at<float4>(c.a.at.residual)[task * 16 + c.lane() % 16];
   }
 
+  static constexpr int WARP_LOG = 5;  // of its lanes
+
   // What the headers of a row come to. 2^lanes_log neighbouring lanes have the same row: from and count are theirs.
   struct Row {
     float squares, largest;
@@ -97,25 +99,20 @@ struct Finisher {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
     // Some lanes for each of its rows, all rows at once.
     const int rows_log = LIMBS == 2 ? c.a.tokens_log : max(c.a.tokens_log - FINISHERS_LOG, 0);
-    const int lanes_log = 5 - rows_log, nth = lane >> lanes_log;
+    const int lanes_log = WARP_LOG - rows_log, nth = lane >> lanes_log;
     const int row = LIMBS == 2 ? nth : first_task() + nth * FINISHERS;
-    const auto of_row = [&] {
-      const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
-      return headers(in.headers + row * in.header_stride * HEADER_WORDS, count, lanes_log, tag);
-    };
-    if constexpr (LIMBS == 2) {
-      if (in.norm == nullptr || first_task() >= g.local << c.a.tokens_log) return 1.f;
-      return __shfl_sync(~0u, factor_of(of_row().squares, k), lane << lanes_log);
-    } else {
-      if (first_task() >= c.rows()) return 1.f;
-      const Row r = of_row();
-      const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
+    if (LIMBS == 2 ? in.norm == nullptr || first_task() >= g.local << c.a.tokens_log : first_task() >= c.rows())
+      return 1.f;
+    const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
+    const Row r = headers(in.headers + row * in.header_stride * HEADER_WORDS, count, lanes_log, tag);
+    const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
+    if constexpr (LIMBS == 1) {
       float* to = c.factors(buffer) + row;
       if (lane % (1 << lanes_log) == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
       __syncwarp();
       if (lane == 0) barrier_arrive(c.factor_barrier(buffer));
-      return 1.f;
     }
+    return __shfl_sync(~0u, factor, lane << lanes_log);
   }
 
   __device__ __forceinline__ float4 bias_of(const void* bias, int row) const {
@@ -385,7 +382,7 @@ struct Finisher {
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
       const float squares =
-          headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, 5, tag).squares;
+          headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, WARP_LOG, tag).squares;
       const float4 y = scaled(residual(task), factor_of(squares, hidden)) * load_rows(s.final_norm + n);
       if (half() == 1) continue;
       const bool failed = *reinterpret_cast<volatile uint32_t*>(c.a.status) != 0;
