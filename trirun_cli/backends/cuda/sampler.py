@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +91,8 @@ class CudaSampler:
             make(slots, vocab, dtype=torch.int32), make(slots, vocab, dtype=torch.float32),
             make(rows, vocab, dtype=torch.float32), self._masks,
         )  # fmt: skip
+        # Until one is bound, a slot's likeliest token is chosen.
+        self._state.samplers[:] = _bytes_of(SamplerStruct(top_p=1, repetition=1)).to(latest.device)
         self._device = latest.device
         # By turn: tokens, and the bits of their log-probabilities.
         self._results = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(RING)]
@@ -125,8 +126,7 @@ class CudaSampler:
             params.repetition_penalty, min(params.top_k, 2**31 - 1), len(params.logit_bias), stream_of(params.seed),
             len(generated), params.logprobs is not None, constraint is not None,
         )  # fmt: skip
-        raw = np.frombuffer(ctypes.string_at(ctypes.addressof(struct), ops.SAMPLER_BYTES), np.uint8).copy()
-        self._state.samplers[slot].copy_(torch.from_numpy(raw))
+        self._state.samplers[slot].copy_(_bytes_of(struct))
         if params.penalizes:
             counts = np.bincount(np.asarray(generated, np.int64), minlength=self._vocab).astype(np.int32)
             counts[np.asarray(prompt, np.int64)] |= np.int32(ops.PROMPT_TOKEN)
@@ -223,6 +223,10 @@ class CudaSampler:
             if takers := self._takers[1]:
                 self._unread.append((done, results[0], takers))
         return Reading(done, alternatives, results, count, top, ids, counts, scores)
+
+
+def _bytes_of(struct: SamplerStruct) -> Tensor:
+    return torch.frombuffer(bytearray(bytes(struct)), dtype=torch.uint8)
 
 
 def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
