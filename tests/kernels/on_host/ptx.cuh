@@ -71,6 +71,15 @@ inline void mma_u8s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t 
   on_host::meet_warp();
 }
 
+inline void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  // Signed bytes are unsigned ones less 256 where the highest bit is set: less 128 of all after that bit is turned.
+  constexpr uint32_t TURNED = 0x80808080u, ONES = 0x01010101u;
+  int ones[4] = {};
+  mma_u8s8(d, {a0 ^ TURNED, a1 ^ TURNED, a2 ^ TURNED, a3 ^ TURNED}, b0, b1, d);
+  mma_u8s8(ones, {ONES, ONES, ONES, ONES}, b0, b1, ones);
+  for (int i = 0; i < 4; i++) d[i] -= 128 * ones[i];
+}
+
 inline void prefetch_l2(const void*) {}
 inline float exp2_approximate(float v) { return exp2f(v); }
 inline uint32_t kept_anew(uint32_t v) { return v; }

@@ -21,14 +21,11 @@ struct Int8Token {
   __half2 scales;  // of the key, of the value
 };
 
-// Multiplies a head of a warp's own, in shared memory, by the orthogonal Hadamard matrix, in blocks of the largest
-// power of two that divides head_dim.
+// Multiplies a head, as HeadConstants has it, by the orthogonal Hadamard matrix, in blocks of the largest power of two
+// that divides head_dim.
 template <int PER_LANE>
-__device__ __forceinline__ void mix_head(float* values, int head_dim) {
+__device__ __forceinline__ void mix(float (&v)[PER_LANE], int head_dim) {
   const int lane = threadIdx.x % 32, block = head_dim & -head_dim;
-  float v[PER_LANE];
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? values[lane + j * 32] : 0.f;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     if (offset >= block) break;
@@ -50,8 +47,20 @@ __device__ __forceinline__ void mix_head(float* values, int head_dim) {
   }
   const float scale = rsqrtf(static_cast<float>(block));
 #pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] *= scale;
+}
+
+// The same of a head of a warp's own in shared memory.
+template <int PER_LANE>
+__device__ __forceinline__ void mix_head(float* values, int head_dim) {
+  const int lane = threadIdx.x % 32;
+  float v[PER_LANE];
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? values[lane + j * 32] : 0.f;
+  mix(v, head_dim);
+#pragma unroll
   for (int j = 0; j < PER_LANE; j++)
-    if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;
+    if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j];
   __syncwarp();
 }
 

@@ -165,37 +165,25 @@ struct Attention {
     }
   }
 
-  // Bytes from the high halves of a query to the low ones, and from those to the next query's.
-  static constexpr int QUERY_ROW = (HD + 8) * 2;
+  // Of a query in shared memory: bytes from its high parts to its low ones, and to the next query. Of CODES a part is a
+  // byte, not a half, and behind both is their scale; neighbouring queries are in other banks.
+  static constexpr int QUERY_LOW = CODES ? HD : (HD + 8) * 2, QUERY_BYTES = CODES ? 2 * HD + 64 : 2 * QUERY_LOW;
 
-  // 16 positions. keys, values: shared addresses of a span's first chunk, of values the warp's own dimensions; next:
-  // bytes to its second chunk; queries: of the warp's first head; heads: of the warp; count: positions that the span
-  // has. first, second: of CODES the scales (of key, of value) of this lane's two keys. fresh: there were none before.
-  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, uint32_t next, int tile, uint32_t queries,
-                                      int heads, int count, float2 first, float2 second, bool fresh) {
-    const int lane = lane_anew(), g = lane / 4, q = lane % 4;
-    float c[4] = {0.f, 0.f, 0.f, 0.f}, other[4] = {0.f, 0.f, 0.f, 0.f};
-    // Positions that are not there are read as the last one that is, since memory may hold anything.
-    const int position0 = position_of(tile, g), position1 = position_of(tile, g + 8);
-    const auto chunk_of = [&](int position) { return CHUNKS == 2 && position >= POSITIONS ? next : 0; };
-    const auto key_of = [&](int position) {
-      const int there = min(position, count - 1);
-      return keys + chunk_of(there) + there % POSITIONS * ROW + q * (ROW / 4);
-    };
-    const uint32_t key0 = key_of(position0), key1 = key_of(position1);
-    const uint32_t query =
-        queries + q * (HD / 2) + (PACKED ? min(g % 4, heads - 1) * 2 + g / 4 : min(g, heads - 1) * 2) * QUERY_ROW;
+  // Keys of two positions times a column of queries. Addresses of this lane's part of their dimensions.
+  __device__ __forceinline__ static void score(float (&c)[4], uint32_t key0, uint32_t key1, uint32_t query) {
+    const int q = lane_anew() % 4;
+    float other[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = 0.f;
 #pragma unroll
     for (int i = 0; i < HD / 32; i++) {
       const int unit = HD == 256 ? i ^ (2 * q) : HD == 128 ? i ^ (q & 2) : i;  // other banks for other lanes
-      uint32_t a[4], b[4];
-      load_eight(a, key0 + unit * 8 * BYTES);
-      load_eight(b, key1 + unit * 8 * BYTES);
+      const uint4 a = load_shared4(key0 + unit * 16), b = load_shared4(key1 + unit * 16);
 #pragma unroll
       for (int low = 0; low < (PACKED ? 1 : 2); low++) {
-        const uint4 of_query = load_shared4(query + low * QUERY_ROW + unit * 16);
-        mma_16bit<Half>(c, {a[0], b[0], a[1], b[1]}, of_query.x, of_query.y);
-        mma_16bit<Half>(other, {a[2], b[2], a[3], b[3]}, of_query.z, of_query.w);
+        const uint4 of_query = load_shared4(query + low * QUERY_LOW + unit * 16);
+        mma_16bit<Half>(c, {a.x, b.x, a.y, b.y}, of_query.x, of_query.y);
+        mma_16bit<Half>(other, {a.z, b.z, a.w, b.w}, of_query.z, of_query.w);
       }
     }
 #pragma unroll
@@ -203,6 +191,61 @@ struct Attention {
       c[i] += other[i];
       if constexpr (PACKED) c[i] += __shfl_xor_sync(~0u, c[i], 2);
     }
+  }
+
+  // The same of codes, as they are: 16 bytes of every 64 are a lane's. queries: of the warp's first head.
+  __device__ __forceinline__ static void score_codes(float (&c)[4], uint32_t key0, uint32_t key1, uint32_t query,
+                                                     uint32_t queries, int heads) {
+    const int lane = lane_anew();
+    int sum[PACKED ? 1 : 2][4] = {};
+#pragma unroll
+    for (int i = 0; i < HD / 64; i++) {
+      const uint4 a = load_shared4(key0 + i * 64), b = load_shared4(key1 + i * 64);
+#pragma unroll
+      for (int low = 0; low < (PACKED ? 1 : 2); low++) {
+        const uint4 of_query = load_shared4(query + low * QUERY_LOW + i * 64);
+        mma_s8(sum[low], a.x, b.x, a.y, b.y, of_query.x, of_query.y);
+        mma_s8(sum[low], a.z, b.z, a.w, b.w, of_query.z, of_query.w);
+      }
+    }
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      scale[h] = load_shared_float(queries + min(head_of(lane) + h, heads - 1) * QUERY_BYTES + 2 * HD);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int all;
+      if constexpr (PACKED) {
+        const int other = __shfl_xor_sync(~0u, sum[0][i], 2);
+        all = lane & 2 ? 256 * other + sum[0][i] : 256 * sum[0][i] + other;
+      } else {
+        all = 256 * sum[0][i] + sum[1][i];
+      }
+      c[i] = static_cast<float>(all) * scale[i % 2];
+    }
+  }
+
+  // 16 positions. keys, values: shared addresses of a span's first chunk, of values the warp's own dimensions; next:
+  // bytes to its second chunk; queries: of the warp's first head; heads: of the warp; count: positions that the span
+  // has. first, second: of CODES the scales (of key, of value) of this lane's two keys. fresh: there were none before.
+  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, uint32_t next, int tile, uint32_t queries,
+                                      int heads, int count, float2 first, float2 second, bool fresh) {
+    const int lane = lane_anew(), g = lane / 4, q = lane % 4;
+    float c[4];
+    // Positions that are not there are read as the last one that is, since memory may hold anything.
+    const int position0 = position_of(tile, g), position1 = position_of(tile, g + 8);
+    const auto chunk_of = [&](int position) { return CHUNKS == 2 && position >= POSITIONS ? next : 0; };
+    const auto key_of = [&](int position) {
+      const int there = min(position, count - 1);
+      return keys + chunk_of(there) + there % POSITIONS * ROW;
+    };
+    const uint32_t key0 = key_of(position0), key1 = key_of(position1);
+    const uint32_t query =
+        queries + min(PACKED ? g % 4 : g, heads - 1) * QUERY_BYTES + (PACKED ? g / 4 * QUERY_LOW : 0);
+    if constexpr (CODES)
+      score_codes(c, key0 + q * 16, key1 + q * 16, query + q * 16, queries, heads);
+    else
+      score(c, key0 + q * (ROW / 4), key1 + q * (ROW / 4), query + q * (HD / 2));
     const bool there0 = position0 < count, there1 = position1 < count;
     float kept[2];
 #pragma unroll
@@ -349,25 +392,52 @@ struct Attention {
         reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
       }
       __syncwarp();
-      if (turned)
-        decoder::turn_head(to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0,
-                           query ? s.scale * decoder::LOG2E : 1.f);
-      if constexpr (CODES)
-        if (turned) decoder::mix_head<HD / 32>(to, HD);
+      if (turned) {
+        float part[HD / 32];
+#pragma unroll
+        for (int j = 0; j < HD / 32; j++) part[j] = to[lane + j * 32];
+        __syncwarp();
+        decoder::turn(part, to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0);
+        if constexpr (CODES) decoder::mix(part, HD);
+#pragma unroll
+        for (int j = 0; j < HD / 32; j++) to[lane + j * 32] = part[j] * (query ? s.scale * decoder::LOG2E : 1.f);
+        __syncwarp();
+      }
       if (!query) {
         keep(c, to, layer, span, part - 1, back);
         continue;
       }
-#pragma unroll
-      for (int w = lane; w < HD / 4; w += 32) {
-        const float4 own = reinterpret_cast<const float4*>(to)[w];
-        uint2 high, low;
-        split_pair(high.x, low.x, own.x, own.y), split_pair(high.y, low.y, own.z, own.w);
-        const uint32_t place = c.shared + c.a.at.queries + i * 2 * QUERY_ROW + w * 8;
-        store_shared2(place, high.x, high.y), store_shared2(place + QUERY_ROW, low.x, low.y);
-      }
+      store_query(c.shared + c.a.at.queries + i * QUERY_BYTES, reinterpret_cast<const float4*>(to));
     }
     meet();
+  }
+
+  // A query to shared memory, as attention reads it: a warp.
+  __device__ __forceinline__ static void store_query(uint32_t to, const float4* head) {
+    constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of a lane: every 32nd
+    const int lane = lane_anew();
+    const bool there = lane < HD / 4;
+    float4 v[WORDS];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      v[i] = there ? head[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+      largest = max(largest, magnitude_bits(v[i]));
+    }
+    if constexpr (CODES) largest = __reduce_max_sync(~0u, largest);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      const int w = lane + i * 32;
+      if constexpr (CODES) {
+        const QuantizedKTile q = quantize_k_tile16(v[i], largest);
+        if (there) store_shared(to + w * 4, q.limb[0]), store_shared(to + QUERY_LOW + w * 4, q.limb[1]);
+        if (w == 0) store_shared(to + 2 * QUERY_LOW, q.scale);
+      } else {
+        uint2 high, low;
+        split_pair(high.x, low.x, v[i].x, v[i].y), split_pair(high.y, low.y, v[i].z, v[i].w);
+        if (there) store_shared2(to + w * 8, high.x, high.y), store_shared2(to + QUERY_LOW + w * 8, low.x, low.y);
+      }
+    }
   }
 
   // A new key (part 0) or value (part 1), of the row so far back, to shared memory and, of the row itself, to the
@@ -474,7 +544,7 @@ struct Attention {
           };
           const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
           attention.add(keys, values, next, stored ? tile % TILES : 0,
-                        c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own, other, fresh);
+                        c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, own, other, fresh);
           if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
           uint32_t loaded = 0;
