@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 22
+#define TRIRUN_ABI_VERSION 23
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -615,10 +615,17 @@ int trirun_cuda_delta_decode(const trirun_delta* delta, void* stream);
  * with the Delta Rule over Sequence Length", the WY form). */
 int trirun_cuda_delta_prompt(const trirun_delta* delta, void* stream);
 
-/* One layer of a step in one kernel: weights as trirun_int2 describes them, of true sizes that are padded ones, all of
- * one group size; gate_up is gate's rows and then up's. NULL where there is none. */
+/* A weight as trirun_int2 describes it, of sizes that follow from a step's: true ones that are padded ones. */
 typedef struct {
-  trirun_int2 qkv, o, gate_up, down;
+  const uint32_t* words;
+  const uint16_t *scales, *zeros;
+} trirun_cuda_step_weight;
+
+/* One layer of a step in one kernel; gate_up is gate's rows and then up's. NULL where there is none. All layers lie in
+ * the shared memory of every CTA. */
+typedef struct {
+  trirun_cuda_step_weight qkv, o, gate_up, down;
+  float grid_zeros[4]; /* of these */
   const void *qkv_bias, *o_bias, *gate_up_bias, *down_bias; /* of dtype */
   const float *attention_norm, *mlp_norm; /* [hidden] */
   const float* attention_sub_norm; /* [heads * head_dim], of the input of o */

@@ -360,9 +360,14 @@ struct Attention {
   }
 
   // Where the new keys, the new values and, of CODES, their scales are, as the cache would have them.
-  static constexpr int NEWEST_VALUES = MAX_FRESH * ROW, NEWEST_SCALES = 2 * NEWEST_VALUES + BLOCK_PADDING;
-  static_assert(MAX_FRESH <= TILE / 4 && MAX_FRESH <= POSITIONS / VALUE_BLOCKS * 2);
   __device__ __forceinline__ static uint32_t newest(const Cta& c) { return c.shared + c.a.at.newest; }
+  __device__ __forceinline__ static uint32_t newest_values(const Cta& c) {
+    return newest(c) + min(c.rows(), MAX_FRESH) * ROW;
+  }
+  __device__ __forceinline__ static uint32_t newest_scales(const Cta& c) {
+    return newest_values(c) + min(c.rows(), MAX_FRESH) * ROW + BLOCK_PADDING;
+  }
+  static_assert(MAX_FRESH <= TILE / 4 && MAX_FRESH <= POSITIONS / VALUE_BLOCKS * 2);
 
   // Queries, and for the last split the new key and value, from messages to shared memory, as attention reads them.
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
@@ -456,7 +461,7 @@ struct Attention {
     const int64_t at = token * (HD / 4);
     void* cache = part == 0 ? layer.keys : layer.values;
     const int at_newest = span.fresh - 1 - back;
-    const uint32_t own = newest(c) + (part == 0 ? at_newest * ROW : NEWEST_VALUES + value_offset(at_newest));
+    const uint32_t own = part == 0 ? newest(c) + at_newest * ROW : newest_values(c) + value_offset(at_newest);
     const bool stored = span.slot >= 0 && back == 0;
     if constexpr (CODES) {
       uint32_t code[WORDS];
@@ -467,7 +472,7 @@ struct Attention {
         if (there) store_shared(own + w * 4, code[i]);
         if (there && stored) static_cast<uint32_t*>(cache)[at + w] = code[i];
       }
-      if (lane == 0) store_shared(newest(c) + NEWEST_SCALES + at_newest * 8 + part * 4, __half2float(scale));
+      if (lane == 0) store_shared(newest_scales(c) + at_newest * 8 + part * 4, __half2float(scale));
       if (lane == 0 && stored) static_cast<__half*>(layer.scales)[2 * token + part] = scale;
     } else {
 #pragma unroll
@@ -523,7 +528,7 @@ struct Attention {
 #pragma unroll 1
         do {
           c.begin_phase();
-          uint32_t keys = newest(c), values = keys + NEWEST_VALUES;
+          uint32_t keys = newest(c), values = newest_values(c);
           Ring next_chunk = at;
           int count = span.fresh;
           const bool fresh = tile == worker(), stored = tile < tiles;
@@ -540,7 +545,7 @@ struct Attention {
           const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
           const auto scales = [&](float2 of_stored, int k) {
             if (!CODES || stored) return of_stored;
-            return load_shared_float2(newest(c) + NEWEST_SCALES + min(position_of(0, k), count - 1) * 8);
+            return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);
           };
           const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
           attention.add(keys, values, next, stored ? tile % TILES : 0,

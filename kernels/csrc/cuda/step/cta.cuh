@@ -111,7 +111,7 @@ struct Cta {
   }
 };
 
-__device__ __forceinline__ const trirun_int2& weight_of(const trirun_cuda_step_layer& layer, int product) {
+__device__ __forceinline__ const trirun_cuda_step_weight& weight_of(const trirun_cuda_step_layer& layer, int product) {
   return (&layer.qkv)[product];
 }
 

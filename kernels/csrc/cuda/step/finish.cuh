@@ -123,7 +123,7 @@ struct Finisher {
   }
 
   // Scales of output channels lie in the order of fragments: [n tile][row % 8][row / 8].
-  __device__ __forceinline__ static uint2 weights_of(const trirun_int2& weight, int row) {
+  __device__ __forceinline__ static uint2 weights_of(const trirun_cuda_step_weight& weight, int row) {
     if constexpr (GROUPS) return make_uint2(0, 0);
     const auto* from = weight.scales + row / 64 * 64 + row % 8 * 8 + row % 64 / 8;
     return make_uint2(load_constant(from), load_constant(from + 8));
@@ -181,7 +181,7 @@ struct Finisher {
     const int lane = c.lane(), half = this->half(), rows_log = c.a.tokens_log, rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP, to_residual = product == O || product == DOWN;
     const int parts = c.cluster() * g.sharing.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
-    const trirun_int2& weight = weight_of(layer, product);
+    const trirun_cuda_step_weight& weight = weight_of(layer, product);
     const void* bias = (&layer.qkv_bias)[product];
     const float* norm = nullptr;
     float4 *words = c.a.qkv, *to_headers = nullptr;

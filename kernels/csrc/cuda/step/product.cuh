@@ -202,7 +202,7 @@ struct Multiplier {
     const int product = phase % PRODUCTS;
     const Geometry g = c.geometry(product);
     if (g.units == 0) return;
-    const trirun_int2& weight = weight_of(c.layer(phase / PRODUCTS), product);
+    const trirun_cuda_step_weight& weight = weight_of(c.layer(phase / PRODUCTS), product);
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
     const Share& share = c.share(product);
@@ -214,7 +214,7 @@ struct Multiplier {
     const int k_first = share.k_first, k_last = share.k_last, tile_step = g.sharing.at_once;
     const uint32_t limbs0 = c.shared + share.limbs + (lane / 4 & (columns - 1)) * 64 + lane % 4 * 16;
     const uint32_t scales0 = c.shared + share.scales;
-    const float zero = weight.zero;
+    const float zero = c.layer(phase / PRODUCTS).grid_zeros[product];
 #pragma unroll 1
     for (int tile = share.tile; tile < g.tiles; tile += tile_step) {
       const int unit = tile >> tiles_log, within = tile & ((1 << tiles_log) - 1);
@@ -222,14 +222,15 @@ struct Multiplier {
       sums.clear();
       uint32_t limbs = limbs0, scale = scales0;
       // Of GROUPS, scales and zero points of the next k tile, on their way while one is multiplied.
+      const int n = g.n_tiles * N_TILE;
       int64_t from =
-          static_cast<int64_t>(g.k_first + k_first) * weight.n + n_tile_of(g, product, tile) * N_TILE + lane / 4 * 8;
+          static_cast<int64_t>(g.k_first + k_first) * n + n_tile_of(g, product, tile) * N_TILE + lane / 4 * 8;
       typename S::RowScales row_scales{};
       const auto next_rows = [&](bool wanted) {
         if (!wanted) return;
         row_scales.scales = __ldg(reinterpret_cast<const uint4*>(weight.scales + from));
         if constexpr (S::ZEROS) row_scales.zeros = __ldg(reinterpret_cast<const uint4*>(weight.zeros + from));
-        from += weight.n;
+        from += n;
       };
       if constexpr (S::GROUPS) next_rows(k_first < k_last);
       Ring at = first;

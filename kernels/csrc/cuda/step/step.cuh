@@ -111,10 +111,10 @@ struct Memory {
   int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; uint64: when to give up; uint32
   int residual;  // float4 [local units of the hidden size][rows][16]
   int parked;  // Parked [WARPS]
-  int heads;  // float [WARPS][head_dim]: in the place of the second input's limbs
+  int heads;  // float [of a warp each][head_dim]: in the place of the second input's limbs
   int highest;  // float [WARPS][HEADS]: of those that attend, their largest scores
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
-  int newest;  // new keys and new values [MAX_FRESH], and float2 [MAX_FRESH]: their scales of 8 bits
+  int newest;  // new keys and new values [rows, MAX_FRESH at most], and float2 of each: their scales of 8 bits
   int shares;  // Share [PRODUCTS][WARPS]
   int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
   int plan;  // Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items

@@ -60,9 +60,10 @@ struct Stream {
   }
 
   // Scales and zero points of groups, of so many k tiles.
-  __device__ __forceinline__ void prefetch_groups(const trirun_int2& weight, int n_tile, int k_tile, int count) const {
+  __device__ __forceinline__ void prefetch_groups(const trirun_cuda_step_weight& weight, const Geometry& g, int n_tile,
+                                                  int k_tile, int count) const {
     if (!GROUPS || c.lane() >= count) return;
-    const int64_t at = (k_tile + c.lane()) * weight.n + n_tile * N_TILE;
+    const int64_t at = (static_cast<int64_t>(k_tile + c.lane()) * g.n_tiles + n_tile) * N_TILE;
     prefetch_l2(weight.scales + at);
     if (weight.zeros != nullptr) prefetch_l2(weight.zeros + at);
   }
@@ -70,7 +71,7 @@ struct Stream {
   __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
     const Geometry g = c.geometry(which);
     const int tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
-    const trirun_int2& weight = weight_of(layer, which);
+    const trirun_cuda_step_weight& weight = weight_of(layer, which);
     const auto* words = reinterpret_cast<const uint8_t*>(weight.words);
     if (c.warp() == WARPS + FINISHERS) prefetch(layer, which);
     int tile = 0, chunk = next;
@@ -83,7 +84,7 @@ struct Stream {
       const uint32_t bytes = min(CHUNK_K_TILES, k_tiles - k_tile) * WORD_TILE_BYTES;
       announce(bytes);
       if (c.lane() == 0) copy(0, words + at * WORD_TILE_BYTES, bytes);
-      prefetch_groups(weight, n_tile_of(g, which, tile), g.k_first + k_tile, min(CHUNK_K_TILES, k_tiles - k_tile));
+      prefetch_groups(weight, g, n_tile_of(g, which, tile), g.k_first + k_tile, min(CHUNK_K_TILES, k_tiles - k_tile));
       filled.advance(c.a.at.stages, STREAMS);
     }
     next = chunk;
@@ -344,14 +345,16 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.slot_buffer = std::max(rounded(slots), rounded(attending * part_bytes(s)));
   at.slots = at.attention = take(at.slot_buffer + rounded(other_slots));
   at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
-  at.heads = take(std::max(second * K_TILE * rows * limbs, WARPS * s.head_dim * 4));
+  // Heads that a warp each takes at once: queries, new keys and values.
+  const int group = static_cast<int>(s.heads / s.kv_heads), fresh = std::min(rows, MAX_FRESH);
+  at.heads = take(std::max(second * K_TILE * rows * limbs, std::min(group + 2 * fresh, WARPS) * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
   at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
   at.highest = take(WARPS * HEADS * 4);
-  at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
-  at.newest = take(MAX_FRESH * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
+  at.queries = take(group * 2 * (s.head_dim + 8) * 2);
+  at.newest = take(fresh * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
   at.plan = take(MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   at.shares = take(PRODUCTS * WARPS * sizeof(Share));
@@ -370,7 +373,15 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
 constexpr int FEWEST_SLOTS = 2048, MOST_SLOTS = 98304;
 int more_slots(int slots) { return slots < 16384 ? slots + 2048 : slots < 32768 ? slots + 4096 : slots + 8192; }
 
-// Room for sums, for parts of attention and for the ring, weighed against each other.
+// Chunks of a layer's weights that a CTA streams, at most.
+int chunks_of_layer(const trirun_cuda_step& s) {
+  int chunks = 0;
+  for (int product = QKV; product < PRODUCTS; product++)
+    chunks += units_of(s, product) * tiles_of_unit(product) * ceil_div(depth_of(s, product), CHUNK_K_TILES);
+  return chunks;
+}
+
+// Room for sums, for parts of attention and for the ring, weighed against each other, in cycles of a layer.
 Layout weighed(const trirun_cuda_step& s) {
   const int positions = std::min(CHUNK_BYTES / (2 * s.head_dim * (s.int8_cache ? 1 : 2)), decoder::PAGE);  // of a chunk
   const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
@@ -385,7 +396,11 @@ Layout weighed(const trirun_cuda_step& s) {
         const int chunks = found.at.stages - s.in_flight;
         // No warp's next keys may be a ring ahead, and neither warp of the stream a round ahead of the other.
         if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), s.in_flight + 2)) break;
-        int cost = 16384 >> (attending - sides_log);  // of 128 positions: 2,000 cycles a tile
+        // Of 128 positions a warp's tiles, which overlap: those of 8 bits less. What a layer has beyond two rings is
+        // waited for: a chunk more makes a step of Qwen3-8B a hundredth shorter.
+        constexpr int OF_CHUNK = 150;
+        int cost = (s.int8_cache ? 16384 : 4096) >> (attending - sides_log);
+        cost += std::max(chunks_of_layer(s) - 2 * found.at.stages, 0) * OF_CHUNK;
         for (int product = QKV; product < PRODUCTS; product++) {
           const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);
           cost += of_product.cost, found.sharing[product] = of_product.sharing;

@@ -35,11 +35,18 @@ VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
+class StepWeightStruct(ctypes.Structure):
+    """``trirun_cuda_step_weight`` of csrc/trirun.h."""
+
+    _fields_ = tuple((name, _P) for name in ("words", "scales", "zeros"))
+
+
 class StepLayerStruct(ctypes.Structure):
     """``trirun_cuda_step_layer`` of csrc/trirun.h."""
 
     _fields_ = (
-        *((name, Int2Struct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, StepWeightStruct) for name in ("qkv", "o", "gate_up", "down")),
+        ("grid_zeros", _F * 4),
         *((name, _P) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
         *((name, _P) for name in VECTORS),
         *((name, _P) for name in ("keys", "values", "scales")),
@@ -234,9 +241,11 @@ def _layer(layer: CudaLayer, cache: Cache) -> StepLayerStruct:
     projections = (layer.qkv[0], layer.o, layer.gate_up[0], layer.down)
     scales = None if cache.scales is None else cache.scales.data_ptr()
     struct = StepLayerStruct(keys=cache.keys.data_ptr(), values=cache.values.data_ptr(), scales=scales)
-    for name, projection in zip(("qkv", "o", "gate_up", "down"), projections, strict=True):
+    for index, (name, projection) in enumerate(zip(("qkv", "o", "gate_up", "down"), projections, strict=True)):
         assert projection is not None and isinstance(projection.weight, PackedWeight)
-        setattr(struct, name, Int2Struct.of(projection.weight))
+        weight = Int2Struct.of(projection.weight)
+        setattr(struct, name, StepWeightStruct(weight.words, weight.scales, weight.zeros))
+        struct.grid_zeros[index] = weight.zero
         bias = projection.bias
         setattr(struct, f"{name}_bias", None if bias is None else bias.data_ptr())
     for name in VECTORS:
