@@ -657,6 +657,7 @@ typedef struct {
   int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
   int32_t int8_cache; /* not 0: keys and values are int8 */
   float eps, scale; /* of all norms; of q . k */
+  int32_t attention_sub_norm; /* not 0: layers have one */
 } trirun_cuda_step;
 
 /* Bytes of messages; 0 for sizes that the kernel does not take. Needs no device. */

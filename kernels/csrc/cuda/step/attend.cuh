@@ -32,27 +32,40 @@ __device__ __forceinline__ int workers_of(const StepArgs& a) {
   return 1 << (a.attending_log - sides_log_of(a.group, a.s.head_dim));
 }
 
-// Into how many parts keys are split, at most, each for a CTA that has an item of every round: a warp's lanes try a
-// number each. An item takes as long as so many keys, beside its own.
-__device__ __forceinline__ int most_splits(int items, int longest) {
-  constexpr int OF_ITEM = 256;
+// How keys are divided: into so many splits at most, each of them among neighbouring CTAs of a cluster, which have one
+// item then.
+struct Division {
+  int splits, members_log;
+};
+
+// A warp's lanes try a number of splits each. All is counted in keys, which take as long: an item beside its own keys,
+// of which few take as long as a tile of eight warps; putting together what a cluster's CTAs have; and joining splits,
+// where readers do not do it.
+__device__ __forceinline__ Division divide_keys(const Cta& c, int items, int longest, int words) {
+  constexpr int OF_ITEM = 256, FEWEST = 128, TOGETHER = 64, JOINING = 128, TRIED = 4;
   const int ctas = static_cast<int>(gridDim.x), splits = lane_anew() + 1;
-  const int rounds = ceil_div(items, max(ctas / splits, 1));
-  const bool fits = splits <= ctas && rounds <= MAX_ITEMS;
-  const uint32_t cost = fits ? rounds * (OF_ITEM + ceil_div(longest, splits)) : 1 << 26;
-  return static_cast<int>(__reduce_min_sync(~0u, cost * MAX_SPLITS + splits - 1) % MAX_SPLITS) + 1;
+  const bool by_readers = splits <= Parts::AT_ONCE && !sends_attended_headers(c.a.s);
+  const int joining = splits == 1 || by_readers ? 0 : ceil_div(splits, Parts::AT_ONCE) * JOINING;
+  uint32_t least = ~0u;
+#pragma unroll 1
+  for (int log = 0; log <= c.a.cluster_log && may_be_together(words, log); log++) {
+    const int groups = ctas >> log, rounds = ceil_div(items, max(groups / splits, 1)), parts = splits << log;
+    const bool fits = splits <= groups && rounds <= (log == 0 ? MAX_ITEMS : 1) && parts <= MAX_SPLITS;
+    const uint32_t of_item = OF_ITEM + max(ceil_div(longest, parts), FEWEST) + (log > 0 ? TOGETHER : 0) + joining;
+    least = min(least, (fits ? rounds * of_item : 1u << 24) * (MAX_SPLITS * TRIED) + (splits - 1) * TRIED + log);
+  }
+  least = __reduce_min_sync(~0u, least);
+  return {static_cast<int>(least / TRIED % MAX_SPLITS) + 1, static_cast<int>(least % TRIED)};
 }
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once, by a warp.
-// Few keys have fewer splits than there could be: so many that every warp has one tile, or, where no warp has more than
-// two, as many as are joined at once.
+// A row of few keys has fewer splits: so many that every warp has one tile.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
-  const int workers = workers_of(c.a), of_split = min(workers, 8) * TILE_POSITIONS;
-  const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads;
-  Item* to = const_cast<Item*>(c.items());
+  const int workers = workers_of(c.a), kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads;
+  AttentionPlan& plan = const_cast<AttentionPlan&>(c.plan());
   // The first of a row's neighbours of the same sequence, whose keys the cache does not have yet.
   const auto first_of = [&](int row) {
     int first = row;
@@ -62,39 +75,43 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   const auto length_of = [&](int row) { return s.slots[row] < 0 ? 0 : max(s.positions[first_of(row)], 0); };
   int longest = 0;
   for (int row = 0; row < static_cast<int>(s.m); row++) longest = max(longest, length_of(row));
-  const int cta = blockIdx.x, most = most_splits(all, longest), stride = static_cast<int>(gridDim.x) / most;
-  const int split = cta % most;
-  if (lane_anew() != 0) return;
   const int words = c.a.group * HD / 4;
-  const auto share_of = [&](int splits) {
-    return ceil_div(words, splits * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
+  const Division division = divide_keys(c, all, longest, words);
+  const int log = division.members_log, group = static_cast<int>(blockIdx.x) >> log;
+  const int stride = static_cast<int>(gridDim.x >> log) / division.splits, split = group % division.splits;
+  if (lane_anew() != 0) return;
+  const int of_split = (min(workers, 8) * TILE_POSITIONS) << log;
+  const auto share_of = [&](int givers) {
+    return ceil_div(words, givers * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
   };
   for (int row = 0; row < static_cast<int>(s.m); row++) {
-    const int length = length_of(row), two_tiles = 2 * workers * TILE_POSITIONS;
-    const int limit = length <= Parts::AT_ONCE * two_tiles ? min(most, Parts::AT_ONCE) : most;
-    const int splits = max(1, min(limit, ceil_div(length, of_split)));
-    const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share_of(splits), 32))};
+    const int splits = max(1, min(division.splits, ceil_div(length_of(row), of_split))), givers = splits << log;
+    const int given = splits == 1 ? words >> log : share_of(givers);
+    plan.rows[row] = {splits, givers, min(FINISHERS, ceil_div(given, 32))};
   }
   int count = 0;
-  // CTAs beyond the last whole group have nothing to do.
-  for (int at = cta / most; cta / most < stride && at < all; at += stride) {
+  // CTAs beyond the last whole group of splits have nothing to do.
+  for (int at = group / division.splits; group / division.splits < stride && at < all; at += stride) {
     Item item;
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     const int first_row = first_of(item.row);
     item.position = max(s.positions[item.row], 0), item.fresh = item.row - first_row + 1;
     item.length = length_of(item.row);
-    const int spans = ceil_div(item.length, SPAN);
-    item.split = split, item.splits = c.row_splits()[item.row].splits;
-    item.first = spans * min(split, item.splits) / item.splits;
-    item.last = spans * min(split + 1, item.splits) / item.splits;
+    const RowSplits of_row = plan.rows[item.row];
+    item.split = split, item.splits = of_row.splits;
+    item.member = static_cast<int>(blockIdx.x) & ((1 << log) - 1), item.giver = (split << log) + item.member;
+    const int spans = ceil_div(item.length, SPAN), part = min(item.giver, of_row.givers);
+    item.first = spans * part / of_row.givers;
+    item.last = spans * min(part + 1, of_row.givers) / of_row.givers;
+    item.newest = item.giver == of_row.givers - 1;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
     const int tiles = (item.last - item.first) * (SPAN / TILE_POSITIONS);
-    item.parts = min(workers, tiles + (item.split == item.splits - 1));
-    item.first_word = share_of(item.splits) * item.split;
-    item.last_word = min(item.first_word + share_of(item.splits), words);
-    to[count++] = item;
+    item.parts = min(workers, tiles + item.newest);
+    item.first_word = min(share_of(of_row.givers) * item.giver, words);
+    item.last_word = min(item.first_word + share_of(of_row.givers), words);
+    plan.items[count++] = item;
   }
-  *reinterpret_cast<int*>(const_cast<RowSplits*>(c.row_splits() + MAX_ROWS)) = count;
+  plan.item_count = count, plan.members_log = log;
 }
 
 template <int HD, int ELEMENT, bool PACKED>
@@ -501,9 +518,9 @@ struct Attention {
     const auto heads = [&] { return min(group - first_head(), HEADS); };
     const auto own_values = [&] { return (c.warp() & OWN_LOG) * OWN; };
 #pragma unroll 1
-    for (int at_item = 0; at_item < c.item_count(); at_item++) {
-      const Item& span = c.items()[at_item];
-      const bool last = span.split == span.splits - 1;
+    for (int at_item = 0; at_item < c.plan().item_count; at_item++) {
+      const Item& span = c.plan().items[at_item];
+      const bool last = span.newest;
       if (span.split >= span.splits) continue;
       const int tiles = (span.last - span.first) * TILES;
       // Of CODES: of a position's key and value, on their way while they are.

@@ -60,6 +60,8 @@ struct Cta {
   }
   // What this CTA's warps have of attention is there.
   __device__ __forceinline__ uint32_t parts_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
+  // What the cluster's CTAs have of it is.
+  __device__ __forceinline__ uint32_t together_barrier() const { return full(2 * a.at.stages + 3 + 2 * MAX_LOCAL); }
   __device__ __forceinline__ Patience patience() const { return {a.status, shared + a.at.factors + 4 * MAX_ROWS * 4}; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
@@ -99,11 +101,7 @@ struct Cta {
   __device__ __forceinline__ Share& share(int product) const {
     return at<Share>(a.at.shares)[product * WARPS + warp()];
   }
-  __device__ __forceinline__ const Item* items() const { return at<const Item>(a.at.plan); }
-  __device__ __forceinline__ const RowSplits* row_splits() const {
-    return reinterpret_cast<const RowSplits*>(items() + MAX_ITEMS);
-  }
-  __device__ __forceinline__ int item_count() const { return *reinterpret_cast<const int*>(row_splits() + MAX_ROWS); }
+  __device__ __forceinline__ const AttentionPlan& plan() const { return *at<const AttentionPlan>(a.at.plan); }
 
   __device__ __forceinline__ void move(Ring& at, int chunks) const {
     at.stage += chunks;

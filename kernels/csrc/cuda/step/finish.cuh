@@ -32,8 +32,9 @@ __device__ __forceinline__ float4 from_other_half(float4 v) {
 template <int LIMBS, bool GROUPS>
 struct Finisher {
   Cta& c;
-  // Parity of the next sums of every unit of either buffer, in bits; of attention's next parts.
-  uint32_t sums = 0, parts = 0;
+  // Parity of the next sums of every unit of either buffer, in bits; of attention's next parts; of what CTAs put
+  // together.
+  uint32_t sums = 0, parts = 0, together = 0;
 
   __device__ __forceinline__ explicit Finisher(Cta& c) : c(c) {}
 
@@ -263,9 +264,9 @@ struct Finisher {
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
   }
 
-  // Headers of a key head's output: of each split, one from every warp that gives words.
+  // Headers of a key head's output.
   __device__ __forceinline__ int attended_headers(int row) const {
-    return c.row_splits()[row].splits * c.row_splits()[row].giving_warps;
+    return c.plan().rows[row].givers * c.plan().rows[row].giving_warps;
   }
 
   // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane.
@@ -285,21 +286,72 @@ struct Finisher {
     return part;
   }
 
+  // The CTAs of a cluster that share an item, and put together what they have of its output: each a share of its words.
+  struct Team {
+    int log, member, share, head_words_log;
+    uint32_t buffer;  // shared address, of every CTA
+    float of_share;  // 1 / share
+
+    __device__ __forceinline__ int stride() const { return shared_stride(share, 1 << head_words_log); }
+    __device__ __forceinline__ int first_head(int owner) const { return (owner * share) >> head_words_log; }
+    __device__ __forceinline__ int bytes() const {
+      const int heads = (((member + 1) * share - 1) >> head_words_log) - first_head(member) + 1;
+      return (share + heads) << log << 4;
+    }
+  };
+
+  // A word of what this CTA has, to the CTA that puts it together; with the first of a head its header.
+  __device__ __forceinline__ void share_word(const Team& team, int word, const Part& part) const {
+    const int owner = static_cast<int>((static_cast<float>(word) + 0.5f) * team.of_share);
+    const int within = word - owner * team.share, head = word >> team.head_words_log;
+    const int rank = (c.rank() & ~((1 << team.log) - 1)) | owner;
+    const uint32_t to = peer_address(team.buffer + team.member * team.stride() * 16, rank);
+    const uint32_t barrier = peer_address(c.together_barrier(), rank);
+    store_peer_counted(to + within * 16, part.values, barrier);
+    if (within == 0 || word == head << team.head_words_log)
+      store_peer_counted(to + (team.share + head - team.first_head(owner)) * 16,
+                         make_float4(part.most, part.weights, 0.f, 0.f), barrier);
+  }
+
+  // What all of them have of one of this CTA's words. As many neighbouring lanes as there may be CTAs want words of one
+  // head, and have a header each.
+  __device__ __forceinline__ Part shared_part(const Team& team, int within) const {
+    constexpr int LANES = Parts::AT_ONCE;
+    const int lane = c.lane(), members = 1 << team.log, mine = lane % LANES;
+    const int head = ((team.member * team.share + within) >> team.head_words_log) - team.first_head(team.member);
+    const uint32_t from = team.buffer + within * 16, step = team.stride() * 16;
+    const bool there = mine < members;
+    const float2 header = load_shared_float2(team.buffer + (there ? mine : 0) * step + (team.share + head) * 16);
+    Part part;
+    part.most = header.x;
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset *= 2)
+      part.most = fmaxf(part.most, __shfl_xor_sync(~0u, part.most, offset));
+    const float factor = there ? exp2_approximate(header.x - part.most) : 0.f;
+    part.weights = factor * header.y;
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset *= 2) part.weights += __shfl_xor_sync(~0u, part.weights, offset);
+#pragma unroll 2
+    for (int i = 0; i < members; i++)
+      part.add_values(load_shared_float4(from + i * step), __shfl_sync(~0u, factor, (lane & ~(LANES - 1)) + i));
+    return part;
+  }
+
   // Attention of this CTA's items, from what its warps have of it to what the output projection reads.
   __device__ __forceinline__ void attend(int index) {
     c.begin_phase();
     const trirun_cuda_step_layer& layer = c.layer(index);
     const uint32_t tag = c.tag(index);
-    const bool headers = sends_attended_headers(c, layer);
+    const bool headers = sends_attended_headers(c.a.s);
+    const int members_log = c.plan().members_log;
 #pragma unroll 1
-    for (int at_item = 0; at_item < c.item_count(); at_item++) {
-      const Item& span = c.items()[at_item];
+    for (int at_item = 0; at_item < c.plan().item_count; at_item++) {
+      const Item& span = c.plan().items[at_item];
       const int splits = span.splits, lane = c.lane();
       if (span.split >= splits) continue;
       have_read();
       const Parts of_row{c, span.row, span.kv_head};
       const int words = of_row.words();
-      const bool by_readers = joined_by_readers(c, layer, span.row);
       float squares = 0.f;
       uint32_t largest = 0;
       const auto give = [&](int word, const Part& part) {
@@ -312,6 +364,19 @@ struct Finisher {
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         largest = max(largest, magnitude_bits(sent));
       };
+      // The output of all keys, or a part for whoever joins the splits.
+      const auto hand = [&](int word, const Part& part) {
+        if (splits == 1) return give(word, part);
+        float4* to = of_row.of_split(span.split);
+        send(to + word, part.values, tag);
+        const int head = word >> c.a.head_words_log;
+        if (word == head << c.a.head_words_log)
+          send(to + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
+      };
+      const int share = words >> members_log;
+      const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
+                      __fdividef(1.f, share)};
+      if (members_log > 0 && first_task() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
       // As run does: once for nothing but the instructions.
 #pragma unroll 1
       for (int real = 0; real < 2; real++) {
@@ -320,19 +385,23 @@ struct Finisher {
         for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
           const Part part = joined(word, span.parts);
           if (!real) continue;
-          if (splits == 1) {
-            give(word, part);
-          } else {
-            float4* to = of_row.of_split(span.split);
-            send(to + word, part.values, tag);
-            const int head = word >> c.a.head_words_log;
-            if (word == head << c.a.head_words_log)
-              send(to + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
-          }
+          if (members_log > 0)
+            share_word(team, word, part);
+          else
+            hand(word, part);
+        }
+        if (members_log == 0) continue;
+        if (real) barrier_wait_warp(c.together_barrier(), together), together ^= 1;
+#pragma unroll 1
+        for (int base = first_task() * 32; base < share; base += FINISHERS * 32) {
+          const bool mine = base + lane < share;
+          const int within = mine ? base + lane : base;
+          const Part part = shared_part(team, within);
+          if (real && mine) hand(span.member * share + within, part);
         }
       }
       parts ^= 1;
-      if (splits > 1 && !by_readers) {
+      if (splits > 1 && !joined_by_readers(c, span.row)) {
 #pragma unroll 1
         for (int base = span.first_word + first_task() * 32; base < span.last_word; base += FINISHERS * 32) {
           const bool mine = base + lane < span.last_word;
@@ -344,13 +413,14 @@ struct Finisher {
           if (mine) give(word, part);
         }
       }
-      const int giving_warps = c.row_splits()[span.row].giving_warps;
-      if (!headers || first_task() >= giving_warps) continue;
+      const RowSplits of_header = c.plan().rows[span.row];
+      if (!headers || first_task() >= of_header.giving_warps) continue;
       squares = decoder::warp_sum(squares);
       largest = __reduce_max_sync(~0u, largest);
-      float4* to = c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
-                                           (span.kv_head * splits + span.split) * giving_warps + first_task()) *
-                                              HEADER_WORDS;
+      float4* to = c.a.attended_headers +
+                   (span.row * input_of(c.a, layer, O).header_stride +
+                    (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + first_task()) *
+                       HEADER_WORDS;
       if (lane == 0) send(to, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
     }
   }

@@ -86,14 +86,14 @@ struct Parts {
 };
 
 // Whether a header of each row is wanted of attention's output: then its values have to be known before they are read.
-__device__ __forceinline__ bool sends_attended_headers(const Cta& c, const trirun_cuda_step_layer& layer) {
-  return c.a.s.act_bits == TRIRUN_ACT8 || layer.attention_sub_norm != nullptr;
+__host__ __device__ __forceinline__ bool sends_attended_headers(const trirun_cuda_step& s) {
+  return s.act_bits == TRIRUN_ACT8 || s.attention_sub_norm != 0;
 }
 
 // Whether the splits' parts of a row are joined where they are read.
-__device__ __forceinline__ bool joined_by_readers(const Cta& c, const trirun_cuda_step_layer& layer, int row) {
-  const int splits = c.row_splits()[row].splits;
-  return splits > 1 && splits <= Parts::AT_ONCE && !sends_attended_headers(c, layer);
+__device__ __forceinline__ bool joined_by_readers(const Cta& c, int row) {
+  const int splits = c.plan().rows[row].splits;
+  return splits > 1 && splits <= Parts::AT_ONCE && !sends_attended_headers(c.a.s);
 }
 
 }  // namespace trirun::step

@@ -133,7 +133,7 @@ struct Multiplier {
     const int head = word >> c.a.head_words_log;
     const Parts parts{c, row, static_cast<int>((static_cast<float>(head) + 0.5f) * c.a.key_heads_of_head)};
     Part part;
-    parts.join(part, word - parts.kv_head * parts.words(), 0, c.row_splits()[row].splits, true, tag);
+    parts.join(part, word - parts.kv_head * parts.words(), 0, c.plan().rows[row].splits, true, tag);
     return part.attended();
   }
 
@@ -158,7 +158,7 @@ struct Multiplier {
     for (int pair = c.warp(); pair < pairs; pair += WARPS) {
       const int row = pair & (rows - 1), k_tile = pair >> rows_log, word = (g.k_first + k_tile) * 32 + lane;
       float4 v;
-      if (LIMBS == 2 && product == O && joined_by_readers(c, layer, row))
+      if (LIMBS == 2 && product == O && joined_by_readers(c, row))
         v = joined(c, row, word, tag);
       else
         v = received(words + row * g.all_k_tiles * 32 + word, tag, c.patience());

@@ -64,17 +64,37 @@ struct Share {
 struct Item {
   int row, kv_head, slot, position;
   int fresh;  // rows of this sequence up to this one: their keys and values are not in the cache yet
-  int split, splits, first, last, length;  // spans (attend.cuh) from first to last; length: of the cache
+  int split, splits, member;  // of the keys, and of the CTAs that share a split
+  int first, last, length;  // spans (attend.cuh) from first to last; length: of the cache
+  bool newest;  // whether it has the new keys, too
   int page;  // that of the position
   int parts;  // warps that have a part of the keys
-  int first_word, last_word;  // of the key head's output, which this CTA makes of all splits' parts
+  int giver, first_word, last_word;  // of the key head's output, which this CTA makes of all splits' parts
 };
 constexpr int MAX_ITEMS = 8;
 
-// Parts of a row's keys, and of each the warps that give what all parts come to where headers of it are wanted.
+// Splits of a row's keys, and where headers of its output are wanted, the CTAs that give it and the warps of each.
 struct RowSplits {
-  int splits, giving_warps;
+  int splits, givers, giving_warps;
 };
+
+// What a CTA attends to.
+struct AttentionPlan {
+  Item items[MAX_ITEMS];
+  RowSplits rows[MAX_ROWS];
+  int item_count;
+  int members_log;  // CTAs of a cluster that share a split, and put together what they have of it
+};
+
+// CTAs of a cluster put a key head's output together, of so many words of 16 bytes, each a share of it: eight
+// neighbouring words are of one head and one share. From what one of them has to the next one's: behind the words of a
+// share are headers of the query heads that they are of.
+__host__ __device__ constexpr bool may_be_together(int words, int members_log) {
+  return (words >> members_log) % 8 == 0;
+}
+__host__ __device__ constexpr int shared_stride(int share, int head_words) {
+  return share + (share + head_words - 2) / head_words + 1;
+}
 
 // n tiles of a unit: of GATE_UP one of gate and one of up.
 __host__ __device__ constexpr int tiles_of_unit(int product) { return product == GATE_UP ? 2 : 1; }
@@ -116,8 +136,9 @@ struct Memory {
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // new keys and new values [rows, MAX_FRESH at most], and float2 of each: their scales of 8 bits
   int shares;  // Share [PRODUCTS][WARPS]
-  int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
-  int plan;  // Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
+  int together;  // float4: what a cluster's CTAs have of a key head's output
+  int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts, together
+  int plan;  // AttentionPlan
   int layers;  // trirun_cuda_step_layer [layers]
   int total;
 };

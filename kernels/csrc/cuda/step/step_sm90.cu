@@ -96,8 +96,8 @@ struct Stream {
     constexpr int CHUNKS = SPAN_POSITIONS<HD, ELEMENT> / POSITIONS;
     const trirun_cuda_step& s = c.a.s;
 #pragma unroll 1
-    for (int i = 0; i < c.item_count(); i++) {
-      const Item& item = c.items()[i];
+    for (int i = 0; i < c.plan().item_count; i++) {
+      const Item& item = c.plan().items[i];
       const int last = item.last * CHUNKS;
       const int32_t* table = s.block_tables + item.slot * s.ld_blocks;
       const int of_page = decoder::PAGE / POSITIONS, last_page = max(last - 1, 0) / of_page;
@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       for (int i = 0; i < MAX_LOCAL; i++) barrier_init(c.sums_barrier(buffer, i), 1);
     }
     barrier_init(c.parts_barrier(), WARPS);
+    barrier_init(c.together_barrier(), 1);
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
     barrier_init_fence();
@@ -355,15 +356,21 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.highest = take(WARPS * HEADS * 4);
   at.queries = take(group * 2 * (s.head_dim + 8) * 2);
   at.newest = take(fresh * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
-  at.plan = take(MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
+  const int head_words = s.head_dim / 4, words = group * head_words;
+  int together = 0;
+  for (int log = 1; may_be_together(words, log) && 1 << log <= s.cluster; log++)
+    together = std::max(together, shared_stride(words >> log, head_words) << log);
+  at.together = take(together * 16);
+  at.plan = take(sizeof(AttentionPlan));
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   at.shares = take(PRODUCTS * WARPS * sizeof(Share));
-  constexpr int BARRIERS = 1024;
+  constexpr int BARRIERS = 512;
   at.barriers = take(BARRIERS);
-  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
+  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 4 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
-  for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
-                      &at.highest, &at.queries, &at.newest, &at.plan, &at.layers, &at.shares, &at.barriers})
+  for (int* offset :
+       {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked, &at.highest,
+        &at.queries, &at.newest, &at.together, &at.plan, &at.layers, &at.shares, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;

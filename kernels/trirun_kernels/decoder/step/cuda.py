@@ -66,6 +66,7 @@ class StepStruct(ctypes.Structure):
         ("int8_cache", _I),
         ("eps", _F),
         ("scale", _F),
+        ("attention_sub_norm", _I),
     )
 
 
@@ -147,7 +148,7 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
         activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
         act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
         ctas=sms // cluster * cluster, cluster=cluster, in_flight=CHUNKS_IN_FLIGHT[0], int8_cache=int8_cache,
-        eps=h.eps, scale=h.scale,
+        attention_sub_norm=model.layers[0].norms.get("attention_sub_norm") is not None, eps=h.eps, scale=h.scale,
     )  # fmt: skip
     # Clusters lie within parts of a GPU that have different numbers of multiprocessors: not all need fit.
     struct.ctas = library().trirun_cuda_step_ctas(ctypes.byref(struct)) or struct.ctas

@@ -180,16 +180,34 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
 
 
+TEN_HEADS = {"heads": 10, "kv_heads": 10, "layers": 1}
+
+
 @needs_tools
-def test_behind_a_long_text_ctas_attend_in_rounds(library, monkeypatch):
-    # Of ten key heads eight CTAs have two rounds, and of more than 512 keys two parts of each in three.
-    weights = random_model(**PLAIN | {"heads": 10, "kv_heads": 10, "layers": 1})
-    text = torch.randint(0, VOCAB, (602,), generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize(
+    ("options", "length", "slow"),
+    [
+        # Of ten key heads eight CTAs have two rounds, and of more than 512 keys two parts of each in three.
+        (TEN_HEADS, 600, None),
+        ({**TEN_HEADS, "sub_norm": True}, 600, None),
+        # Four or eight CTAs of a cluster put together what they have of one key head, ...
+        ({**FOUR, "kv_heads": 2}, 1500, None),
+        ({**FOUR, "kv_heads": 2, "sub_norm": True, "layers": 2}, 600, 16),
+        ({**EIGHT, "kv_heads": 1, "sub_norm": True, "layers": 2}, 600, 17),
+        # ... or two, and other clusters have a part of the keys, too.
+        ({"kv_heads": 1, "sub_norm": True, "layers": 1}, 900, None),
+    ],
+)
+def test_behind_a_long_text_ctas_attend_in_rounds(library, monkeypatch, options, length, slow):
+    if slow is not None:
+        monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
+    weights = random_model(**PLAIN | options)
+    text = torch.randint(0, VOCAB, (length + 2,), generator=torch.Generator().manual_seed(2))
     angles = torch.arange(len(text) + PAGE).unsqueeze(1) * 10000.0 ** -(torch.arange(32) / 32)
     weights = replace(weights, rotary=[(angles.cos(), angles.sin())])
     model = CudaModel.of(weights, "cpu", torch.float16)
     (logits,), caches = filled(model, [text], weights, False)
-    known, steps = [(text, logits)], [[(0, 600)], [(0, 601)]]
+    known, steps = [(text, logits)], [[(0, length)], [(0, length + 1)]]
     assert max(errors_of(library, monkeypatch, weights, model, caches, known, steps)) < 4e-3
 
 
