@@ -65,7 +65,7 @@ struct Item {
   int row, kv_head, slot, position;
   int fresh;  // rows of this sequence up to this one: their keys and values are not in the cache yet
   int split, splits, member;  // of the keys, and of the CTAs that share a split
-  int first, last, length;  // spans (attend.cuh) from first to last; length: of the cache
+  int first, last, length;  // spans (division.cuh) from first to last; length: of the cache
   bool newest;  // whether it has the new keys, too
   int page;  // that of the position
   int parts;  // warps that have a part of the keys
@@ -133,7 +133,7 @@ struct Memory {
   int parked;  // Parked [WARPS]
   int heads;  // float [of a warp each][head_dim]: in the place of the second input's limbs
   int highest;  // float [WARPS][HEADS]: of those that attend, their largest scores
-  int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
+  int queries;  // halves [query heads of a key head][high, low][head_dim + 8], or fewer bytes: attend.cuh
   int newest;  // new keys and new values [rows, MAX_FRESH at most], and float2 of each: their scales of 8 bits
   int shares;  // Share [PRODUCTS][WARPS]
   int together;  // float4: what a cluster's CTAs have of a key head's output
