@@ -317,6 +317,7 @@ struct Finisher {
   // head, and have a header each.
   __device__ __forceinline__ Part shared_part(const Team& team, int within) const {
     constexpr int LANES = Parts::AT_ONCE;
+    static_assert(LANES >= MAX_CLUSTER && may_be_together(LANES, 0) && !may_be_together(LANES, 1));
     const int lane = c.lane(), members = 1 << team.log, mine = lane % LANES;
     const int head = ((team.member * team.share + within) >> team.head_words_log) - team.first_head(team.member);
     const uint32_t from = team.buffer + within * 16, step = team.stride() * 16;

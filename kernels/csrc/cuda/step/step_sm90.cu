@@ -392,6 +392,9 @@ int chunks_of_layer(const trirun_cuda_step& s) {
 Layout weighed(const trirun_cuda_step& s) {
   const int positions = std::min(CHUNK_BYTES / (2 * s.head_dim * (s.int8_cache ? 1 : 2)), decoder::PAGE);  // of a chunk
   const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
+  // What a layer has beyond two rings is waited for: a chunk more makes a step of Qwen3-8B a hundredth shorter.
+  constexpr int OF_CHUNK = 150;
+  const int of_layer = chunks_of_layer(s);
   Layout best{};
   int least = 1 << 24;
   // One query head a key: more parts to add than it is worth, but of 8 bits, whose tiles take longer.
@@ -403,11 +406,9 @@ Layout weighed(const trirun_cuda_step& s) {
         const int chunks = found.at.stages - s.in_flight;
         // No warp's next keys may be a ring ahead, and neither warp of the stream a round ahead of the other.
         if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), s.in_flight + 2)) break;
-        // Of 128 positions a warp's tiles, which overlap: those of 8 bits less. What a layer has beyond two rings is
-        // waited for: a chunk more makes a step of Qwen3-8B a hundredth shorter.
-        constexpr int OF_CHUNK = 150;
+        // Of 128 positions a warp's tiles, which overlap: those of 8 bits less.
         int cost = (s.int8_cache ? 16384 : 4096) >> (attending - sides_log);
-        cost += std::max(chunks_of_layer(s) - 2 * found.at.stages, 0) * OF_CHUNK;
+        cost += std::max(of_layer - 2 * found.at.stages, 0) * OF_CHUNK;
         for (int product = QKV; product < PRODUCTS; product++) {
           const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);
           cost += of_product.cost, found.sharing[product] = of_product.sharing;
