@@ -16,10 +16,10 @@ struct HeadConstants {
   float cosine[PER_LANE], sine[PER_LANE], weight[PER_LANE];
 
   __device__ __forceinline__ void load(const float* cosines, const float* sines, const float* norm, int half,
-                                       int head_dim, bool interleaved) {
+                                       int head_dim, bool interleaved, int lane = threadIdx.x % 32) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
-      const int d = threadIdx.x % 32 + j * 32, pair = interleaved ? d / 2 : d < half ? d : d - half;
+      const int d = lane + j * 32, pair = interleaved ? d / 2 : d < half ? d : d - half;
       cosine[j] = 1.f, sine[j] = 0.f, weight[j] = 1.f;
       if (d < 2 * half) {
         cosine[j] = __ldg(cosines + pair), sine[j] = __ldg(sines + pair);
@@ -39,8 +39,8 @@ __device__ __forceinline__ float rotated(float v, float cosine, float other, flo
 // where they are interleaved; dimensions from 2 * half on stay. scratch: [head_dim] of shared memory, this warp's own.
 template <int PER_LANE>
 __device__ __forceinline__ void turn(float (&v)[PER_LANE], float* scratch, const HeadConstants<PER_LANE>& c,
-                                     int head_dim, bool normed, float eps, int half, bool interleaved) {
-  const int lane = threadIdx.x % 32;
+                                     int head_dim, bool normed, float eps, int half, bool interleaved,
+                                     int lane = threadIdx.x % 32) {
   if (normed) {
     float sum = 0.f;
 #pragma unroll

@@ -11,7 +11,7 @@
 
 namespace trirun::step {
 
-template <int HD, int ELEMENT, bool PACKED>
+template <int HD, int ELEMENT, bool PACKED, typename Cta>
 struct Attention {
   static constexpr bool CODES = ELEMENT == INT8;
   using Half = std::conditional_t<ELEMENT == BF16, __nv_bfloat16, __half>;
@@ -27,6 +27,10 @@ struct Attention {
   __device__ __forceinline__ static int position_of(int tile, int k) {
     if constexpr (CHUNKS == 2) return k;
     return k % 8 / 2 * (POSITIONS / 4) + tile * (TILE / 4) + k / 8 * 2 + k % 2;
+  }
+  // A position of a span within its chunk.
+  __device__ __forceinline__ static int within_chunk(int position) {
+    return CHUNKS == 2 ? position % POSITIONS : position;
   }
   // Values are in blocks with some bytes between them, so that lanes find quarters of a chunk in other banks.
   __device__ __forceinline__ static uint32_t value_offset(uint32_t position) {
@@ -151,7 +155,7 @@ struct Attention {
     const auto chunk_of = [&](int position) { return CHUNKS == 2 && position >= POSITIONS ? next : 0; };
     const auto key_of = [&](int position) {
       const int there = min(position, count - 1);
-      return keys + chunk_of(there) + there % POSITIONS * ROW;
+      return keys + chunk_of(there) + within_chunk(there) * ROW;
     };
     const uint32_t key0 = key_of(position0), key1 = key_of(position1);
     const uint32_t query =
@@ -191,7 +195,7 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int position = min(position_of(tile, 2 * q + i % 2 + i / 2 * 8), count - 1);
-      at[i] = values + chunk_of(position) + value_offset(position % POSITIONS) + g * 8 * BYTES;
+      at[i] = values + chunk_of(position) + value_offset(within_chunk(position)) + g * 8 * BYTES;
     }
 #pragma unroll
     for (int block = 0; block < OWN / 64; block++) {
@@ -273,6 +277,8 @@ struct Attention {
     }
   }
 
+  __device__ __forceinline__ static int fresh_of(const Item& span) { return Cta::ONE_ROW ? 1 : span.fresh; }
+
   // Where the new keys, the new values and, of CODES, their scales are, as the cache would have them.
   __device__ __forceinline__ static uint32_t newest(const Cta& c) { return c.shared + c.a.at.newest; }
   __device__ __forceinline__ static uint32_t newest_values(const Cta& c) {
@@ -287,19 +293,19 @@ struct Attention {
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
                                                     bool last, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
-    const int lane = c.lane(), kv_head = span.kv_head, group = c.a.group;
+    const int lane = c.lane(), kv_head = span.kv_head, group = c.a.group, fresh = fresh_of(span);
     const int words = static_cast<int>(s.heads + 2 * s.kv_heads) * (HD / 4);
 #pragma unroll 1
-    for (int i = c.warp(); i < group + (last ? 2 * span.fresh : 0); i += WARPS) {
+    for (int i = c.warp(); i < group + (last ? 2 * fresh : 0); i += WARPS) {
       // Queries, then keys, then values.
-      const int part = i < group ? 0 : i < group + span.fresh ? 1 : 2;
+      const int part = i < group ? 0 : i < group + fresh ? 1 : 2;
       const bool query = part == 0, turned = part < 2;
-      const int back = query ? 0 : span.fresh - 1 - (i - group - (turned ? 0 : span.fresh)), row = span.row - back;
+      const int back = query ? 0 : fresh - 1 - (i - group - (turned ? 0 : fresh)), row = span.row - back;
       const int64_t angles = static_cast<int64_t>(span.position - back) * s.rotary_half;
       float* to = c.floats(c.a.at.heads) + c.warp() * HD;
       const float* norm = query ? layer.q_norm : layer.k_norm;
       decoder::HeadConstants<HD / 32> constants;
-      constants.load(s.cosines + angles, s.sines + angles, norm, s.rotary_half, HD, s.interleaved != 0);
+      constants.load(s.cosines + angles, s.sines + angles, norm, s.rotary_half, HD, s.interleaved != 0, lane);
       const int head = query ? kv_head * group + i
                              : static_cast<int>(s.heads) + (turned ? 0 : static_cast<int>(s.kv_heads)) + kv_head;
       // Lanes beyond a head have what others have.
@@ -316,7 +322,7 @@ struct Attention {
 #pragma unroll
         for (int j = 0; j < HD / 32; j++) part[j] = to[lane + j * 32];
         __syncwarp();
-        decoder::turn(part, to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0);
+        decoder::turn(part, to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0, lane);
         if constexpr (CODES) decoder::mix(part, HD);
 #pragma unroll
         for (int j = 0; j < HD / 32; j++) to[lane + j * 32] = part[j] * (query ? s.scale * decoder::LOG2E : 1.f);
@@ -374,7 +380,7 @@ struct Attention {
         decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
     const int64_t at = token * (HD / 4);
     void* cache = part == 0 ? layer.keys : layer.values;
-    const int at_newest = span.fresh - 1 - back;
+    const int at_newest = fresh_of(span) - 1 - back;
     const uint32_t own = part == 0 ? newest(c) + at_newest * ROW : newest_values(c) + value_offset(at_newest);
     const bool stored = span.slot >= 0 && back == 0;
     if constexpr (CODES) {
@@ -409,9 +415,10 @@ struct Attention {
     // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are
     // wanted: there are few registers.
     constexpr int OWN_LOG = owners_log_of(HD);
-    const int group = c.a.group, sides_log = sides_log_of(group, HD), workers = workers_of(c.a);
-    const auto worker = [&] { return c.warp() >> sides_log; };
-    const auto first_head = [&] { return (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS; };
+    const int group = c.a.group, sides_log = PACKED ? OWN_LOG : sides_log_of(group, HD);
+    const uint32_t workers = 1u << (c.a.attending_log - sides_log);
+    const auto worker = [&] { return static_cast<uint32_t>(c.warp()) >> sides_log; };
+    const auto first_head = [&] { return PACKED ? 0 : (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS; };
     const auto heads = [&] { return min(group - first_head(), HEADS); };
     const auto own_values = [&] { return (c.warp() & OWN_LOG) * OWN; };
 #pragma unroll 1
@@ -419,11 +426,11 @@ struct Attention {
       const Item& span = c.plan().items[at_item];
       const bool last = span.newest;
       if (span.split >= span.splits) continue;
-      const int tiles = (span.last - span.first) * TILES;
+      const uint32_t tiles = static_cast<uint32_t>(span.last - span.first) * TILES;
       // Of CODES: of a position's key and value, on their way while they are.
-      const auto scale_of = [&](int tile, int k) {
+      const auto scale_of = [&](uint32_t tile, int k) {
         if constexpr (!CODES) return make_float2(1.f, 1.f);
-        const int within = tile / TILES * SPAN + position_of(tile % TILES, k);
+        const int within = static_cast<int>(tile / TILES * SPAN) + position_of(static_cast<int>(tile % TILES), k);
         const int position = min(span.first * SPAN + within, span.length - 1);
         if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
         const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
@@ -433,24 +440,24 @@ struct Attention {
       float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
       if (at_item > 0) meet();  // the last item's queries have been read
       take_heads(c, layer, span, last, tag);
-      if (worker() < span.parts) {
+      if (worker() < static_cast<uint32_t>(span.parts)) {
         Attention attention;
         attention.clear();
         Ring at = c.parked().ring;
         c.move(at, worker() / TILES * CHUNKS);
-        int tile = worker();
+        uint32_t tile = worker();
 #pragma unroll 1
         do {
           c.begin_phase();
           uint32_t keys = newest(c), values = newest_values(c);
           Ring next_chunk = at;
-          int count = span.fresh;
+          int count = fresh_of(span);
           const bool fresh = tile == worker(), stored = tile < tiles;
           const float2 these = first, those = second;
           if (stored) {
             first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
             keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
-            count = min(span.length - (span.first + tile / TILES) * SPAN, SPAN);
+            count = min(span.length - (span.first + static_cast<int>(tile / TILES)) * SPAN, SPAN);
             barrier_wait_warp(c.full(at.stage), at.phase);
             if constexpr (CHUNKS == 2)
               next_chunk.advance(c.a.at.stages), barrier_wait_warp(c.full(next_chunk.stage), next_chunk.phase);
@@ -462,7 +469,7 @@ struct Attention {
             return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);
           };
           const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
-          attention.add(keys, values, next, stored ? tile % TILES : 0,
+          attention.add(keys, values, next, stored ? static_cast<int>(tile % TILES) : 0,
                         c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, own, other, fresh);
           if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
@@ -490,8 +497,10 @@ struct Attention {
         have_read();
       }
       if (c.lane() == 0) {
-        c.move(c.parked().ring, (span.last - span.first) * CHUNKS);
         barrier_arrive(c.parts_barrier());
+        Ring ring = c.parked().ring;
+        c.move(ring, (span.last - span.first) * CHUNKS);
+        c.parked().ring = ring;
       }
       __syncwarp();
     }

@@ -21,11 +21,14 @@ __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
 // What a warp that attends leaves in shared memory meanwhile, since it wants all registers.
 struct Parked {
-  int phase;
+  uint32_t phase;
   Ring ring;
 };
 
-struct Cta {
+// ONE: of a step of one row by clusters of eight, the usual one. To look these up takes instructions in every phase.
+template <bool ONE>
+struct CtaOf {
+  static constexpr bool ONE_ROW = ONE;
   const StepArgs& a;
   uint32_t shared;  // address of all its memory
   uint32_t thread;
@@ -34,7 +37,7 @@ struct Cta {
   const int warp_number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   Ring ring{};  // where the stream's next chunk will be: of warps that multiply
 
-  __device__ __forceinline__ explicit Cta(const StepArgs& a) : a(a) { begin_phase(); }
+  __device__ __forceinline__ explicit CtaOf(const StepArgs& a) : a(a) { begin_phase(); }
 
   // What follows from these is computed anew in every phase. Else the compiler does so once for all layers, and keeps
   // in local memory what it has no registers for, which takes time in every phase (kernels/LOG.md).
@@ -45,9 +48,11 @@ struct Cta {
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(thread % 32); }
   __device__ __forceinline__ int warp() const { return warp_number; }
-  __device__ __forceinline__ int cluster() const { return 1 << a.cluster_log; }
+  __device__ __forceinline__ int cluster_log() const { return ONE ? 3 : a.cluster_log; }
+  __device__ __forceinline__ int cluster() const { return 1 << cluster_log(); }
   __device__ __forceinline__ int rank() const { return static_cast<int>(blockIdx.x) & (cluster() - 1); }
-  __device__ __forceinline__ int rows() const { return 1 << a.tokens_log; }
+  __device__ __forceinline__ int rows_log() const { return ONE ? 0 : a.tokens_log; }
+  __device__ __forceinline__ int rows() const { return 1 << rows_log(); }
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return shared + a.at.barriers + stage * 8; }
   __device__ __forceinline__ uint32_t empty(uint32_t stage) const {
@@ -73,11 +78,11 @@ struct Cta {
     return at<const trirun_cuda_step_layer>(a.at.layers)[i];
   }
   __device__ __forceinline__ Parked& parked() const { return at<Parked>(a.at.parked)[warp()]; }
-  __device__ __forceinline__ void park(int phase) const {
+  __device__ __forceinline__ void park(uint32_t phase) const {
     if (lane() == 0) parked() = {phase, ring};
     __syncwarp();
   }
-  __device__ __forceinline__ int unpark() {
+  __device__ __forceinline__ uint32_t unpark() {
     begin_phase();
     asm volatile("" ::: "memory");  // or the compiler would still know, and need registers
     ring = parked().ring;
@@ -87,10 +92,10 @@ struct Cta {
   __device__ __forceinline__ uint32_t& counted() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
   __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(counted() + layer); }
   __device__ __forceinline__ Geometry geometry(int product) const {
-    const int* first_unit = a.first_units[product] + (blockIdx.x >> a.cluster_log);
+    const int* first_unit = a.first_units[product] + (blockIdx.x >> cluster_log());
     Geometry g;
     g.first = first_unit[0], g.units = first_unit[1] - g.first;
-    g.local = (g.units - rank() + cluster() - 1) >> a.cluster_log;
+    g.local = (g.units - rank() + cluster() - 1) >> cluster_log();
     const int* first_k_tile = a.first_k_tiles[product];
     g.all_k_tiles = first_k_tile[cluster()], g.n_tiles = a.n_tiles[product];
     g.k_first = first_k_tile[rank()], g.k_tiles = first_k_tile[rank() + 1] - g.k_first;

@@ -38,14 +38,15 @@ struct Division {
 // A warp's lanes try a number of splits each. All is counted in keys, which take as long: an item beside its own keys,
 // of which few take as long as a tile of eight warps; putting together what a cluster's CTAs have; and joining splits,
 // where readers do not do it.
+template <typename Cta>
 __device__ __forceinline__ Division divide_keys(const Cta& c, int items, int longest, int words) {
   constexpr int OF_ITEM = 256, FEWEST = 128, TOGETHER = 64, JOINING = 128, TRIED = 4;
   const int ctas = static_cast<int>(gridDim.x), splits = lane_anew() + 1;
-  const bool by_readers = splits <= Parts::AT_ONCE && !sends_attended_headers(c.a.s);
-  const int joining = splits == 1 || by_readers ? 0 : ceil_div(splits, Parts::AT_ONCE) * JOINING;
+  const bool by_readers = splits <= SPLITS_AT_ONCE && !sends_attended_headers(c.a.s);
+  const int joining = splits == 1 || by_readers ? 0 : ceil_div(splits, SPLITS_AT_ONCE) * JOINING;
   uint32_t least = ~0u;
 #pragma unroll 1
-  for (int log = 0; log <= c.a.cluster_log && may_be_together(words, log); log++) {
+  for (int log = 0; log <= c.cluster_log() && may_be_together(words, log); log++) {
     const int groups = ctas >> log, rounds = ceil_div(items, max(groups / splits, 1)), parts = splits << log;
     const bool fits = splits <= groups && rounds <= (log == 0 ? MAX_ITEMS : 1) && parts <= MAX_SPLITS;
     const uint32_t of_item = OF_ITEM + max(ceil_div(longest, parts), FEWEST) + (log > 0 ? TOGETHER : 0) + joining;
@@ -57,7 +58,7 @@ __device__ __forceinline__ Division divide_keys(const Cta& c, int items, int lon
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once, by a warp.
 // A row of few keys has fewer splits: so many that every warp has one tile.
-template <int HD, int ELEMENT>
+template <int HD, int ELEMENT, typename Cta>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
@@ -79,7 +80,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   if (lane_anew() != 0) return;
   const int of_split = (min(workers, 8) * TILE_POSITIONS) << log;
   const auto share_of = [&](int givers) {
-    return ceil_div(words, givers * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
+    return ceil_div(words, givers * SPLITS_AT_ONCE) * SPLITS_AT_ONCE;  // as they are joined
   };
   for (int row = 0; row < static_cast<int>(s.m); row++) {
     const int splits = max(1, min(division.splits, ceil_div(length_of(row), of_split))), givers = splits << log;

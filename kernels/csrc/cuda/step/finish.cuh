@@ -29,7 +29,7 @@ __device__ __forceinline__ float4 from_other_half(float4 v) {
   return make_float4(a.x, a.y, b.x, b.y);
 }
 
-template <int LIMBS, bool GROUPS>
+template <int LIMBS, bool GROUPS, typename Cta>
 struct Finisher {
   Cta& c;
   // Parity of the next sums of every unit of either buffer, in bits; of attention's next parts; of what CTAs put
@@ -47,10 +47,10 @@ struct Finisher {
   // Tasks are pairs of a unit and a row, the same warp's in all products.
   __device__ __forceinline__ int first_task() const { return c.warp() - WARPS; }
   __device__ __forceinline__ int unit_of(const Geometry& g, int local) const {
-    return g.first + (local << c.a.cluster_log) + c.rank();
+    return g.first + (local << c.cluster_log()) + c.rank();
   }
   __device__ __forceinline__ float4& residual(int task) const {
-    return c.at<float4>(c.a.at.residual)[task * 16 + c.lane() % 16];
+    return c.template at<float4>(c.a.at.residual)[task * 16 + c.lane() % 16];
   }
 
   static constexpr int WARP_LOG = 5;  // of its lanes
@@ -99,10 +99,10 @@ struct Finisher {
                                            uint32_t tag) const {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
     // Some lanes for each of its rows, all rows at once.
-    const int rows_log = LIMBS == 2 ? c.a.tokens_log : max(c.a.tokens_log - FINISHERS_LOG, 0);
+    const int rows_log = LIMBS == 2 ? c.rows_log() : max(c.rows_log() - FINISHERS_LOG, 0);
     const int lanes_log = WARP_LOG - rows_log, nth = lane >> lanes_log;
     const int row = LIMBS == 2 ? nth : first_task() + nth * FINISHERS;
-    if (LIMBS == 2 ? in.norm == nullptr || first_task() >= g.local << c.a.tokens_log : first_task() >= c.rows())
+    if (LIMBS == 2 ? in.norm == nullptr || first_task() >= g.local << c.rows_log() : first_task() >= c.rows())
       return 1.f;
     const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
     const Row r = headers(in.headers + row * in.header_stride * HEADER_WORDS, count, lanes_log, tag);
@@ -172,14 +172,14 @@ struct Finisher {
     if (c.lane() % 16 == 0 && sends) send(header, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 
-  __device__ __forceinline__ void run(int phase) {
+  __device__ __forceinline__ void run(uint32_t phase) {
     c.begin_phase();
     const int product = phase % PRODUCTS, index = phase / PRODUCTS;
     const Geometry g = c.geometry(product);
     const trirun_cuda_step& s = c.a.s;
     const trirun_cuda_step_layer& layer = c.layer(index);
     uint32_t tag = c.tag(index);
-    const int lane = c.lane(), half = this->half(), rows_log = c.a.tokens_log, rows = c.rows(), buffer = product & 1;
+    const int lane = c.lane(), half = this->half(), rows_log = c.rows_log(), rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP, to_residual = product == O || product == DOWN;
     const int parts = c.cluster() * g.sharing.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
     const trirun_cuda_step_weight& weight = weight_of(layer, product);
@@ -269,19 +269,19 @@ struct Finisher {
     return c.plan().rows[row].givers * c.plan().rows[row].giving_warps;
   }
 
-  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane.
+  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane. A part is
+  // words of a head, then its header, head by head.
   __device__ __forceinline__ Part joined(int word, int parts) const {
-    const int part_bytes = part_floats(c.a.s.head_dim) * 4, head = word >> c.a.head_words_log;
-    const int within = word & ((1 << c.a.head_words_log) - 1), in_warp = min(c.a.group, HEADS);
-    const uint32_t of_head = c.shared + c.a.at.attention + ((head / HEADS) * in_warp + head % HEADS) * part_bytes;
-    const uint32_t from = of_head + within * 16, headers = of_head + (16 << c.a.head_words_log);
-    const int stride = (in_warp * part_bytes) << groups_log_of(c.a.group);
+    const int head = word >> c.a.head_words_log;
+    const uint32_t of_parts = c.shared + c.a.at.attention, from = of_parts + (word + head) * 16;
+    const uint32_t header = of_parts + (((head + 1) << c.a.head_words_log) + head) * 16;
+    const int stride = (min(c.a.group, HEADS) * part_floats(c.a.s.head_dim) * 4) << groups_log_of(c.a.group);
     Part part;
-    if (parts > 0) part.most = load_shared_float(headers);  // a split may have no keys
+    if (parts > 0) part.most = load_shared_float(header);  // a split may have no keys
 #pragma unroll 4
     for (int i = 0; i < parts; i++) {
       part.values = part.values + load_shared_float4(from + i * stride);
-      part.weights += load_shared_float(headers + 4 + i * stride);
+      part.weights += load_shared_float(header + 4 + i * stride);
     }
     return part;
   }
@@ -316,7 +316,7 @@ struct Finisher {
   // What all of them have of one of this CTA's words. As many neighbouring lanes as there may be CTAs want words of one
   // head, and have a header each.
   __device__ __forceinline__ Part shared_part(const Team& team, int within) const {
-    constexpr int LANES = Parts::AT_ONCE;
+    constexpr int LANES = SPLITS_AT_ONCE;
     static_assert(LANES >= MAX_CLUSTER && may_be_together(LANES, 0) && !may_be_together(LANES, 1));
     const int lane = c.lane(), members = 1 << team.log, mine = lane % LANES;
     const int head = ((team.member * team.share + within) >> team.head_words_log) - team.first_head(team.member);
@@ -353,6 +353,7 @@ struct Finisher {
       have_read();
       const Parts of_row{c, span.row, span.kv_head};
       const int words = of_row.words();
+      float4* split_words = of_row.of_split(span.split);
       float squares = 0.f;
       uint32_t largest = 0;
       const auto give = [&](int word, const Part& part) {
@@ -368,11 +369,10 @@ struct Finisher {
       // The output of all keys, or a part for whoever joins the splits.
       const auto hand = [&](int word, const Part& part) {
         if (splits == 1) return give(word, part);
-        float4* to = of_row.of_split(span.split);
-        send(to + word, part.values, tag);
+        send(split_words + word, part.values, tag);
         const int head = word >> c.a.head_words_log;
         if (word == head << c.a.head_words_log)
-          send(to + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
+          send(split_words + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
       };
       const int share = words >> members_log;
       const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
@@ -409,7 +409,7 @@ struct Finisher {
           const int word = mine ? base + lane : base;
           Part part;
 #pragma unroll 1
-          for (int split = 0; split < splits; split += Parts::AT_ONCE)
+          for (int split = 0; split < splits; split += SPLITS_AT_ONCE)
             of_row.join(part, word, split, splits, mine, tag);
           if (mine) give(word, part);
         }
@@ -431,7 +431,7 @@ struct Finisher {
     const uint32_t tag = c.tag(0);
     const trirun_cuda_step& s = c.a.s;
     const Geometry g = c.geometry(O);
-    const int rows_log = c.a.tokens_log;
+    const int rows_log = c.rows_log();
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
@@ -448,7 +448,7 @@ struct Finisher {
     const trirun_cuda_step& s = c.a.s;
     const uint32_t tag = c.tag(static_cast<int>(s.layer_count));
     const Geometry g = c.geometry(O);
-    const int rows_log = c.a.tokens_log, hidden = static_cast<int>(s.hidden);
+    const int rows_log = c.rows_log(), hidden = static_cast<int>(s.hidden);
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();

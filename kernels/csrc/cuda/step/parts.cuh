@@ -24,7 +24,10 @@ struct Part {
   __device__ __forceinline__ float4 attended() const { return scaled(values, __fdividef(1.f, weights)); }
 };
 
+constexpr int SPLITS_AT_ONCE = 8;  // that are added up
+
 // Parts as messages: [row][key head][split][words of the group's heads, then a header of each head].
+template <typename Cta>
 struct Parts {
   const Cta& c;
   int row, kv_head;
@@ -35,19 +38,18 @@ struct Parts {
     return c.a.partial + ((row * kv_heads + kv_head) * MAX_SPLITS + split) * (words() + c.a.group);
   }
 
-  // Adds up to AT_ONCE splits' parts of a word, those from `first` on. AT_ONCE neighbouring lanes want words of one
+  // Adds up to SPLITS_AT_ONCE splits' parts of a word, those from `first` on. SPLITS_AT_ONCE neighbouring lanes want words of one
   // head: each waits for another split's header, which is sent last, and asks for words once a header is there. All
   // words from the beginning would be more to ask for, again and again, than L2 can bring.
-  static constexpr int AT_ONCE = 8;
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
-    const int lane = lane_anew(), mine = lane % AT_ONCE, stride = words() + c.a.group;
+    const int lane = lane_anew(), mine = lane % SPLITS_AT_ONCE, stride = words() + c.a.group;
     const float4* own = of_split(first);
     const bool there = first + mine < splits;
     const float4* at_header = own + (there ? mine : 0) * stride + words() + (word >> c.a.head_words_log);
-    Word header_word, in[AT_ONCE];
+    Word header_word, in[SPLITS_AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) in[i] = {0, 0, 0, 0};
-    uint32_t missing = wanted ? (1 << min(splits - first, AT_ONCE)) - 1 : 0;
+    for (int i = 0; i < SPLITS_AT_ONCE; i++) in[i] = {0, 0, 0, 0};
+    uint32_t missing = wanted ? (1 << min(splits - first, SPLITS_AT_ONCE)) - 1 : 0;
     bool waits = true, begun = false;
     int spins = SPINS;
 #pragma unroll 1
@@ -55,10 +57,10 @@ struct Parts {
       if (waits) header_word = Word::load(at_header);
       if (begun) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
+        for (int i = 0; i < SPLITS_AT_ONCE; i++)
           if (missing >> i & 1) in[i] = Word::load(own + word + i * stride);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
+        for (int i = 0; i < SPLITS_AT_ONCE; i++)
           if (in[i].carries(tag)) missing &= ~(1u << i);
       }
       waits = !header_word.carries(tag);
@@ -71,17 +73,17 @@ struct Parts {
     const float4 header = header_word.values();
     float most = there ? header.x : NOTHING;
 #pragma unroll
-    for (int offset = 1; offset < AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    for (int offset = 1; offset < SPLITS_AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
     most = fmaxf(most, part.most);
     const float factor = there ? exp2_approximate(header.x - most) : 0.f;
     float weights = factor * header.y;
 #pragma unroll
-    for (int offset = 1; offset < AT_ONCE; offset *= 2) weights += __shfl_xor_sync(~0u, weights, offset);
+    for (int offset = 1; offset < SPLITS_AT_ONCE; offset *= 2) weights += __shfl_xor_sync(~0u, weights, offset);
     part.rescale(most);
     part.weights += weights;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      part.add_values(in[i].values(), __shfl_sync(~0u, factor, (lane & ~(AT_ONCE - 1)) + i));
+    for (int i = 0; i < SPLITS_AT_ONCE; i++)
+      part.add_values(in[i].values(), __shfl_sync(~0u, factor, (lane & ~(SPLITS_AT_ONCE - 1)) + i));
   }
 };
 
@@ -90,10 +92,14 @@ __host__ __device__ __forceinline__ bool sends_attended_headers(const trirun_cud
   return s.act_bits == TRIRUN_ACT8 || s.attention_sub_norm != 0;
 }
 
+template <typename Cta>
+Parts(const Cta&, int, int) -> Parts<Cta>;
+
 // Whether the splits' parts of a row are joined where they are read.
+template <typename Cta>
 __device__ __forceinline__ bool joined_by_readers(const Cta& c, int row) {
   const int splits = c.plan().rows[row].splits;
-  return splits > 1 && splits <= Parts::AT_ONCE && !sends_attended_headers(c.a.s);
+  return splits > 1 && splits <= SPLITS_AT_ONCE && !sends_attended_headers(c.a.s);
 }
 
 }  // namespace trirun::step

@@ -124,7 +124,7 @@ struct Sums {
   }
 };
 
-template <int LIMBS, int SCALE>
+template <int LIMBS, int SCALE, typename Cta>
 struct Multiplier {
   using S = Sums<LIMBS, SCALE>;
 
@@ -140,11 +140,11 @@ struct Multiplier {
   // Quantizes this CTA's k of an input into shared memory. The registers of two neighbouring blocks of 32 k are side by
   // side, so that a lane finds its B registers of both in one load. One word after another: several at once would be
   // more instructions, which is worse where there is one (kernels/LOG.md).
-  __device__ __forceinline__ static void take_input(const Cta& c, const Geometry& g, int phase) {
+  __device__ __forceinline__ static void take_input(const Cta& c, const Geometry& g, uint32_t phase) {
     const int product = phase % PRODUCTS;
     const trirun_cuda_step_layer& layer = c.layer(phase / PRODUCTS);
     const uint32_t tag = c.tag(phase / PRODUCTS);
-    const int lane = c.lane(), rows_log = c.a.tokens_log, rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
+    const int lane = c.lane(), rows_log = c.rows_log(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int pairs = g.k_tiles << rows_log;
     const float4* words = input_of(c.a, layer, product).words;
     const float* of_rows = c.factors(buffer);
@@ -192,12 +192,12 @@ struct Multiplier {
     share.limbs = c.a.at.limbs + buffer * c.a.at.limb_buffer + share.k_first * K_TILE * columns;
     share.scales = c.a.at.scales + buffer * c.a.at.scale_buffer + share.k_first * c.rows() * 8;
     share.slots =
-        c.a.at.slots + buffer * c.a.at.slot_buffer + ((c.rank() * g.sharing.parts + part) << c.a.tokens_log) * 256;
+        c.a.at.slots + buffer * c.a.at.slot_buffer + ((c.rank() * g.sharing.parts + part) << c.rows_log()) * 256;
     share.chunk = share.tile * g.tile_chunks + share.k_first / CHUNK_K_TILES;
     c.share(product) = share;
   }
 
-  __device__ __forceinline__ static void run(Cta& c, int phase) {
+  __device__ __forceinline__ static void run(Cta& c, uint32_t phase) {
     c.begin_phase();
     const int product = phase % PRODUCTS;
     const Geometry g = c.geometry(product);
@@ -211,7 +211,8 @@ struct Multiplier {
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
     // first chunks is more than once round ahead.
     take_input(c, g, phase);
-    const int k_first = share.k_first, k_last = share.k_last, tile_step = g.sharing.at_once;
+    const uint32_t k_first = share.k_first, k_last = share.k_last;
+    const int tile_step = g.sharing.at_once;
     const uint32_t limbs0 = c.shared + share.limbs + (lane / 4 & (columns - 1)) * 64 + lane % 4 * 16;
     const uint32_t scales0 = c.shared + share.scales;
     const float zero = c.layer(phase / PRODUCTS).grid_zeros[product];
@@ -235,8 +236,8 @@ struct Multiplier {
       if constexpr (S::GROUPS) next_rows(k_first < k_last);
       Ring at = first;
 #pragma unroll 1
-      for (int k = k_first; k < k_last;) {
-        const int begin = k, end = min((k / CHUNK_K_TILES + 1) * CHUNK_K_TILES, k_last);
+      for (uint32_t k = k_first; k < k_last;) {
+        const uint32_t begin = k, end = min((k / CHUNK_K_TILES + 1) * CHUNK_K_TILES, k_last);
         uint32_t words = c.shared + at.stage * STAGE_BYTES + k % CHUNK_K_TILES * WORD_TILE_BYTES + lane * 16;
         barrier_wait_warp(c.full(at.stage), at.phase);
 #pragma unroll 1
@@ -252,10 +253,10 @@ struct Multiplier {
           barrier_arrive_counted(c.empty(at.stage), 2 * (end - begin + (end == k_last ? share.missing : 0)));
         at.advance(c.a.at.stages);
       }
-      const int local = unit >> c.a.cluster_log, owner = unit & (c.cluster() - 1);
+      const int local = unit >> c.cluster_log(), owner = unit & (c.cluster() - 1);
       const int parts = c.cluster() * g.sharing.parts;
       const uint32_t slots =
-          c.shared + share.slots + ((((local << tiles_log) + within) * parts) << c.a.tokens_log) * 256;
+          c.shared + share.slots + ((((local << tiles_log) + within) * parts) << c.rows_log()) * 256;
       sums.leave(peer_address(slots, owner), peer_address(c.sums_barrier(buffer, local), owner), rows, zero,
                  c.factors(buffer) + MAX_ROWS);
       c.move(first, tile_step * g.tile_chunks);

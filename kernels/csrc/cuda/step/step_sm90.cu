@@ -18,7 +18,7 @@ namespace {
 // Everything that this CTA reads of weights and caches, in the order in which it is needed: a warp brings every
 // STREAMS-th chunk, since asking for one takes as long as a chunk takes to come. Once a chunk is asked for, all but the
 // `in_flight` before it have come, whichever warp brought them: who waits for a chunk ahead relies on that.
-template <int HD, int ELEMENT, bool GROUPS>
+template <int HD, int ELEMENT, bool GROUPS, typename Cta>
 struct Stream {
   const Cta& c;
   const uint64_t once = evict_first_policy();
@@ -134,10 +134,11 @@ struct Stream {
   }
 };
 
-template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
+template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED, bool ONE_ROW>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
   constexpr bool GROUPS = SCALE != gemm_decode::PER_CHANNEL;
   const trirun_cuda_step& s = a.s;
+  using Cta = CtaOf<ONE_ROW>;
   Cta c(a);
   const int warp = c.warp();
   if (threadIdx.x == 0) {
@@ -153,38 +154,38 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     barrier_init_fence();
     fence_async_shared();
   }
-  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE>::make_share(c, c.lane());
+  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, Cta>::make_share(c, c.lane());
   if (warp == 1) plan_items<HD, ELEMENT>(c);
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
-    c.at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
+    c.template at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
   if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
   __syncthreads();
   cluster_arrive();
   cluster_wait();
 
-  const int phases = static_cast<int>(s.layer_count) * PRODUCTS;
+  const uint32_t phases = static_cast<uint32_t>(s.layer_count) * PRODUCTS;
   if (warp < WARPS) {
 #pragma unroll 1
-    for (int phase = 0; phase < phases; phase++) {
-      Multiplier<LIMBS, SCALE>::run(c, phase);
+    for (uint32_t phase = 0; phase < phases; phase++) {
+      Multiplier<LIMBS, SCALE, Cta>::run(c, phase);
       if (phase % PRODUCTS != QKV) continue;
       c.park(phase);
-      Attention<HD, ELEMENT, PACKED>::run(c);
+      Attention<HD, ELEMENT, PACKED, Cta>::run(c);
       phase = c.unpark();
     }
   } else {
     if (warp < WARPS + FINISHERS) {
-      Finisher<LIMBS, GROUPS> finisher(c);
+      Finisher<LIMBS, GROUPS, Cta> finisher(c);
       finisher.begin();
 #pragma unroll 1
-      for (int phase = 0; phase < phases; phase++) {
+      for (uint32_t phase = 0; phase < phases; phase++) {
         finisher.run(phase);
         if (phase % PRODUCTS == QKV) finisher.attend(phase / PRODUCTS);
       }
       finisher.end();
     } else {
-      Stream<HD, ELEMENT, GROUPS>(c, warp - WARPS - FINISHERS).run();
+      Stream<HD, ELEMENT, GROUPS, Cta>(c, warp - WARPS - FINISHERS).run();
     }
     __syncwarp();
   }
@@ -198,14 +199,15 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 using Kernel = void (*)(StepArgs);
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
-Kernel instance() {
-  return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED>;
+Kernel of_rows(const trirun_cuda_step& s) {
+  return s.m == 1 && s.cluster == 8 ? decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true>
+                  : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false>;
 }
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT>
 Kernel of_group(const trirun_cuda_step& s) {
-  return s.heads / s.kv_heads <= PACKED_HEADS ? instance<LIMBS, SCALE, HD, ELEMENT, true>()
-                                              : instance<LIMBS, SCALE, HD, ELEMENT, false>();
+  return s.heads / s.kv_heads <= PACKED_HEADS ? of_rows<LIMBS, SCALE, HD, ELEMENT, true>(s)
+                                              : of_rows<LIMBS, SCALE, HD, ELEMENT, false>(s);
 }
 
 template <int LIMBS, int SCALE, int ELEMENT>

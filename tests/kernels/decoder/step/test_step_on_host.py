@@ -91,7 +91,7 @@ def library(tmp_path_factory):
     source = folder / "cuda" / "step" / "step_sm90.cu"
     # PyTorch aligns memory of a CPU to 64 bytes.
     text = source.read_text().replace("aligned_to(s->messages, 256)", "aligned_to(s->messages, 64)")
-    begin = "Kernel instance() {\n"
+    begin = "Kernel of_rows(const trirun_cuda_step& s) {\n"
     assert begin in text
     source.write_text(text.replace(begin, f"{begin}  if constexpr (!({instances()})) return nullptr; else\n"))
     source = source.rename(source.with_suffix(".cpp"))
