@@ -76,16 +76,31 @@ __device__ __forceinline__ float from_ordered(uint32_t bits) {
 
 __device__ __forceinline__ float warp_max(float v) { return from_ordered(__reduce_max_sync(~0u, ordered_bits(v))); }
 
+__device__ __forceinline__ float squared_relu(float gate) {
+  const float positive = fmaxf(gate, 0.f);
+  return positive * positive;
+}
+
+// The tanh form of GELU is a logistic function too: x/2 (1 + tanh(u)) = x / (1 + e^(-2u)).
+template <bool SIGMOID>
+__device__ __forceinline__ float logistic(float gate, int activation) {
+  const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
+  return __fdividef(SIGMOID && activation == TRIRUN_SIGMOID ? 1.f : gate, 1.f + __expf(-u));
+}
+
 // The activation of a gate. SIGMOID: it may be that of attention's output gate.
 template <bool SIGMOID>
 __device__ __forceinline__ float activate(float gate, int activation) {
+  return activation == TRIRUN_RELU2 ? squared_relu(gate) : logistic<SIGMOID>(gate, activation);
+}
+
+// That of two, which are computed side by side.
+__device__ __forceinline__ void activate(float (&gates)[2], int activation) {
   if (activation == TRIRUN_RELU2) {
-    const float positive = fmaxf(gate, 0.f);
-    return positive * positive;
+    for (float& gate : gates) gate = squared_relu(gate);
+    return;
   }
-  // The tanh form of GELU is a logistic function too: x/2 (1 + tanh(u)) = x / (1 + e^(-2u)).
-  const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
-  return __fdividef(SIGMOID && activation == TRIRUN_SIGMOID ? 1.f : gate, 1.f + __expf(-u));
+  for (float& gate : gates) gate = logistic<false>(gate, activation);
 }
 
 }  // namespace trirun::decoder

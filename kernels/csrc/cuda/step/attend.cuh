@@ -376,8 +376,7 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
       v[i] = there ? reinterpret_cast<const float4*>(head)[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-    const int64_t token =
-        decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
+    const int64_t token = cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
     const int64_t at = token * (HD / 4);
     void* cache = part == 0 ? layer.keys : layer.values;
     const int at_newest = fresh_of(span) - 1 - back;
@@ -418,7 +417,9 @@ struct Attention {
     const int group = c.a.group, sides_log = PACKED ? OWN_LOG : sides_log_of(group, HD);
     const uint32_t workers = 1u << (c.a.attending_log - sides_log);
     const auto worker = [&] { return static_cast<uint32_t>(c.warp()) >> sides_log; };
-    const auto first_head = [&] { return PACKED ? 0 : (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS; };
+    const auto first_head = [&] {
+      return PACKED ? 0 : (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS;
+    };
     const auto heads = [&] { return min(group - first_head(), HEADS); };
     const auto own_values = [&] { return (c.warp() & OWN_LOG) * OWN; };
 #pragma unroll 1
@@ -434,7 +435,7 @@ struct Attention {
         const int position = min(span.first * SPAN + within, span.length - 1);
         if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
         const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
-        const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
+        const int64_t from = cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
         return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
       };
       float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);

@@ -99,7 +99,7 @@ struct CtaOf {
     const int* first_k_tile = a.first_k_tiles[product];
     g.all_k_tiles = first_k_tile[cluster()], g.n_tiles = a.n_tiles[product];
     g.k_first = first_k_tile[rank()], g.k_tiles = first_k_tile[rank() + 1] - g.k_first;
-    g.tiles = g.units * tiles_of_unit(product), g.tile_chunks = ceil_div(g.k_tiles, CHUNK_K_TILES);
+    g.tiles = g.units * tiles_of_unit(product), g.tile_chunks = (g.k_tiles + CHUNK_K_TILES - 1u) / CHUNK_K_TILES;
     g.sharing = a.sharing[product];
     return g;
   }

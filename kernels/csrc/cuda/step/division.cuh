@@ -24,6 +24,11 @@ constexpr int TILE_POSITIONS = 16;  // of a warp at a time
 template <int HD, int ELEMENT>
 constexpr int SPAN_POSITIONS = std::max(CHUNK_POSITIONS<HD, ELEMENT>, TILE_POSITIONS);
 
+// As of the decoder, of a position that the compiler knows is not negative.
+__device__ __forceinline__ int64_t cache_offset(int page, int kv_heads, int kv_head, uint32_t position, int head_dim) {
+  return decoder::cache_offset(page, kv_heads, kv_head, static_cast<int>(position % decoder::PAGE), head_dim);
+}
+
 // Warps that attend to other keys than each other.
 __device__ __forceinline__ int workers_of(const StepArgs& a) {
   return 1 << (a.attending_log - sides_log_of(a.group, a.s.head_dim));

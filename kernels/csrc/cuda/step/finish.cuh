@@ -124,7 +124,7 @@ struct Finisher {
   }
 
   // Scales of output channels lie in the order of fragments: [n tile][row % 8][row / 8].
-  __device__ __forceinline__ static uint2 weights_of(const trirun_cuda_step_weight& weight, int row) {
+  __device__ __forceinline__ static uint2 weights_of(const trirun_cuda_step_weight& weight, uint32_t row) {
     if constexpr (GROUPS) return make_uint2(0, 0);
     const auto* from = weight.scales + row / 64 * 64 + row % 8 * 8 + row % 64 / 8;
     return make_uint2(load_constant(from), load_constant(from + 8));
@@ -240,12 +240,12 @@ struct Finisher {
         float4 raw = exchanged(v) * scales + beside;
         if (pairs) {
           // The lower lanes have gates, the upper ones what they multiply: either takes two of the four.
-          const auto product_of = [&](float own, float other) {
-            return decoder::activate<false>(half == 0 ? own : other, s.activation) * (half == 0 ? other : own);
-          };
           const float2 own = half == 0 ? make_float2(raw.x, raw.y) : make_float2(raw.z, raw.w);
           const float2 other = from_other_half(half == 0 ? make_float2(raw.z, raw.w) : make_float2(raw.x, raw.y));
-          const float2 made = make_float2(product_of(own.x, other.x), product_of(own.y, other.y));
+          float gates[] = {half == 0 ? own.x : other.x, half == 0 ? own.y : other.y};
+          decoder::activate(gates, s.activation);
+          const float2 made =
+              make_float2(gates[0] * (half == 0 ? other.x : own.x), gates[1] * (half == 0 ? other.y : own.y));
           const float2 rest = from_other_half(made);
           raw = half == 0 ? make_float4(made.x, made.y, rest.x, rest.y) : make_float4(rest.x, rest.y, made.x, made.y);
         }
@@ -359,7 +359,7 @@ struct Finisher {
       const auto give = [&](int word, const Part& part) {
         const float4 v = part.attended();
         float4 sent = v;
-        const int at = span.kv_head * words + word;
+        const uint32_t at = span.kv_head * words + word;
         if (layer.attention_sub_norm != nullptr)
           sent = v * load_rows(layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2);
         send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, sent, tag);

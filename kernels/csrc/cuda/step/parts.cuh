@@ -38,8 +38,8 @@ struct Parts {
     return c.a.partial + ((row * kv_heads + kv_head) * MAX_SPLITS + split) * (words() + c.a.group);
   }
 
-  // Adds up to SPLITS_AT_ONCE splits' parts of a word, those from `first` on. SPLITS_AT_ONCE neighbouring lanes want words of one
-  // head: each waits for another split's header, which is sent last, and asks for words once a header is there. All
+  // Adds up to SPLITS_AT_ONCE splits' parts of a word, those from `first` on. As many neighbouring lanes want words of
+  // one head: each waits for another split's header, which is sent last, and asks for words once a header is there. All
   // words from the beginning would be more to ask for, again and again, than L2 can bring.
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
     const int lane = lane_anew(), mine = lane % SPLITS_AT_ONCE, stride = words() + c.a.group;

@@ -255,8 +255,7 @@ struct Multiplier {
       }
       const int local = unit >> c.cluster_log(), owner = unit & (c.cluster() - 1);
       const int parts = c.cluster() * g.sharing.parts;
-      const uint32_t slots =
-          c.shared + share.slots + ((((local << tiles_log) + within) * parts) << c.rows_log()) * 256;
+      const uint32_t slots = c.shared + share.slots + ((((local << tiles_log) + within) * parts) << c.rows_log()) * 256;
       sums.leave(peer_address(slots, owner), peer_address(c.sums_barrier(buffer, local), owner), rows, zero,
                  c.factors(buffer) + MAX_ROWS);
       c.move(first, tile_step * g.tile_chunks);

@@ -53,6 +53,7 @@ struct Stream {
     const Geometry g = c.geometry(which);
     const float* norm = input_of(c.a, layer, which).norm;
     if (norm != nullptr)
+#pragma unroll 1
       for (int line = c.lane(); line < g.k_tiles * K_TILE / OF_LINE; line += 32)
         prefetch_l2(norm + g.k_first * K_TILE + line * OF_LINE);
     if (!GROUPS && c.lane() < g.tiles)
@@ -98,17 +99,18 @@ struct Stream {
 #pragma unroll 1
     for (int i = 0; i < c.plan().item_count; i++) {
       const Item& item = c.plan().items[i];
-      const int last = item.last * CHUNKS;
+      const uint32_t last = item.last * CHUNKS;
       const int32_t* table = s.block_tables + item.slot * s.ld_blocks;
-      const int of_page = decoder::PAGE / POSITIONS, last_page = max(last - 1, 0) / of_page;
-      int chunk = item.first * CHUNKS + next;
+      constexpr uint32_t OF_PAGE = decoder::PAGE / POSITIONS;
+      const uint32_t last_page = (max(last, 1u) - 1) / OF_PAGE;
+      uint32_t chunk = item.first * CHUNKS + next;
       // The next chunk's page, asked for before this one is waited for.
-      int page = chunk < last ? __ldg(table + chunk / of_page) : 0;
+      int page = chunk < last ? __ldg(table + chunk / OF_PAGE) : 0;
 #pragma unroll 1
       for (; chunk < last; chunk += STREAMS) {
-        const int64_t at = decoder::cache_offset(page, static_cast<int>(s.kv_heads), item.kv_head, chunk * POSITIONS,
-                                                 HD * ELEMENT_BYTES<ELEMENT>);
-        page = __ldg(table + min((chunk + STREAMS) / of_page, last_page));
+        const int64_t at = cache_offset(page, static_cast<int>(s.kv_heads), item.kv_head, chunk * POSITIONS,
+                                        HD * ELEMENT_BYTES<ELEMENT>);
+        page = __ldg(table + min((chunk + STREAMS) / OF_PAGE, last_page));
         announce(CHUNK_BYTES);
         __syncwarp();
         const int block = c.lane() - 1;
@@ -201,7 +203,7 @@ using Kernel = void (*)(StepArgs);
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 Kernel of_rows(const trirun_cuda_step& s) {
   return s.m == 1 && s.cluster == 8 ? decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true>
-                  : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false>;
+                                    : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false>;
 }
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT>
