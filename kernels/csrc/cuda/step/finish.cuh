@@ -269,8 +269,8 @@ struct Finisher {
     return c.plan().rows[row].givers * c.plan().rows[row].giving_warps;
   }
 
-  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane. A part is
-  // words of a head, then its header, head by head.
+  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane. A warp's
+  // part is the words of a head, then its header, head by head.
   __device__ __forceinline__ Part joined(int word, int parts) const {
     const int head = word >> c.a.head_words_log;
     const uint32_t of_parts = c.shared + c.a.at.attention, from = of_parts + (word + head) * 16;

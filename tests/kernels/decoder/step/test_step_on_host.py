@@ -54,6 +54,7 @@ CASES = [
     ({"kv_heads": 2, "ffn": 256, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
     ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
     ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
+    ({**EIGHT, "kv_heads": 4, "sub_norm": True}, 8, torch.float16, True, [150]),
     ({**FOUR, "kv_heads": 1, "sub_norm": True}, 8, torch.float16, False, [170]),
 ]  # fmt: skip
 
