@@ -88,7 +88,7 @@ def _summary(times: list[float]) -> Timing:
     return Timing(statistics.median(times), high - low, min(times), len(times))
 
 
-def copies(bytes_each: int, device: torch.device, most: int = 2048) -> int:
+def copies(bytes_each: int, device: torch.device, most: int = 4096) -> int:
     """How many weight copies of ``bytes_each`` leave nothing of the first in the cache when the last has been read; of
     very small ones ``most``, see :func:`from_memory`."""
     return max(2, min(most, -(-4 * cache_bytes(device) // bytes_each)))
