@@ -415,7 +415,7 @@ struct Attention {
     // wanted: there are few registers.
     constexpr int OWN_LOG = owners_log_of(HD);
     const int group = c.a.group, sides_log = PACKED ? OWN_LOG : sides_log_of(group, HD);
-    const uint32_t workers = 1u << (c.a.attending_log - sides_log);
+    const uint32_t workers = workers_of(c.a, sides_log);
     const auto worker = [&] { return static_cast<uint32_t>(c.warp()) >> sides_log; };
     const auto first_head = [&] {
       return PACKED ? 0 : (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS;

@@ -25,7 +25,7 @@ struct Parked {
   Ring ring;
 };
 
-// ONE: of a step of one row by clusters of eight, the usual one. To look these up takes instructions in every phase.
+// ONE: of a step of one row by the largest clusters, the usual one. To look these up takes instructions in every phase.
 template <bool ONE>
 struct CtaOf {
   static constexpr bool ONE_ROW = ONE;
@@ -48,7 +48,7 @@ struct CtaOf {
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(thread % 32); }
   __device__ __forceinline__ int warp() const { return warp_number; }
-  __device__ __forceinline__ int cluster_log() const { return ONE ? 3 : a.cluster_log; }
+  __device__ __forceinline__ int cluster_log() const { return ONE ? MAX_CLUSTER_LOG : a.cluster_log; }
   __device__ __forceinline__ int cluster() const { return 1 << cluster_log(); }
   __device__ __forceinline__ int rank() const { return static_cast<int>(blockIdx.x) & (cluster() - 1); }
   __device__ __forceinline__ int rows_log() const { return ONE ? 0 : a.tokens_log; }
@@ -99,7 +99,7 @@ struct CtaOf {
     const int* first_k_tile = a.first_k_tiles[product];
     g.all_k_tiles = first_k_tile[cluster()], g.n_tiles = a.n_tiles[product];
     g.k_first = first_k_tile[rank()], g.k_tiles = first_k_tile[rank() + 1] - g.k_first;
-    g.tiles = g.units * tiles_of_unit(product), g.tile_chunks = (g.k_tiles + CHUNK_K_TILES - 1u) / CHUNK_K_TILES;
+    g.tiles = g.units * tiles_of_unit(product), g.tile_chunks = ceil_div<uint32_t>(g.k_tiles, CHUNK_K_TILES);
     g.sharing = a.sharing[product];
     return g;
   }

@@ -30,8 +30,8 @@ __device__ __forceinline__ int64_t cache_offset(int page, int kv_heads, int kv_h
 }
 
 // Warps that attend to other keys than each other.
-__device__ __forceinline__ int workers_of(const StepArgs& a) {
-  return 1 << (a.attending_log - sides_log_of(a.group, a.s.head_dim));
+__device__ __forceinline__ int workers_of(const StepArgs& a, int sides_log) {
+  return 1 << (a.attending_log - sides_log);
 }
 
 // How keys are divided: into so many splits at most, each of them among neighbouring CTAs of a cluster, which have one
@@ -67,7 +67,8 @@ template <int HD, int ELEMENT, typename Cta>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
-  const int workers = workers_of(c.a), kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads;
+  const int workers = workers_of(c.a, sides_log_of(c.a.group, s.head_dim)), kv_heads = static_cast<int>(s.kv_heads);
+  const int all = static_cast<int>(s.m) * kv_heads;
   AttentionPlan& plan = const_cast<AttentionPlan&>(c.plan());
   // The first of a row's neighbours of the same sequence, whose keys the cache does not have yet.
   const auto first_of = [&](int row) {

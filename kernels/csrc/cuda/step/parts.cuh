@@ -87,13 +87,13 @@ struct Parts {
   }
 };
 
+template <typename Cta>
+Parts(const Cta&, int, int) -> Parts<Cta>;
+
 // Whether a header of each row is wanted of attention's output: then its values have to be known before they are read.
 __host__ __device__ __forceinline__ bool sends_attended_headers(const trirun_cuda_step& s) {
   return s.act_bits == TRIRUN_ACT8 || s.attention_sub_norm != 0;
 }
-
-template <typename Cta>
-Parts(const Cta&, int, int) -> Parts<Cta>;
 
 // Whether the splits' parts of a row are joined where they are read.
 template <typename Cta>

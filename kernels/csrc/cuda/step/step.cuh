@@ -16,7 +16,10 @@
 
 namespace trirun::step {
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+template <typename T>
+__host__ __device__ constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
 
 constexpr int WARPS = 16;  // that multiply and attend
 constexpr int FINISHERS_LOG = 1, FINISHERS = 1 << FINISHERS_LOG, STREAMS = 2;  // warps
@@ -32,7 +35,8 @@ constexpr int MAX_SPLITS = 32;  // one for each lane of the warp that chooses
 constexpr int MAX_GROUP = 16;  // query heads of a key head
 constexpr int MAX_FRESH = 4;  // rows of one sequence
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
-constexpr int MAX_CLUSTERS = 72, MAX_CLUSTER = 8;  // of a launch; CTAs of one
+constexpr int MAX_CLUSTER_LOG = 3, MAX_CLUSTER = 1 << MAX_CLUSTER_LOG;  // CTAs
+constexpr int MAX_CLUSTERS = 72;  // of a launch
 
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };

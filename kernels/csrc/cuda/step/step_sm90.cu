@@ -202,8 +202,8 @@ using Kernel = void (*)(StepArgs);
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 Kernel of_rows(const trirun_cuda_step& s) {
-  return s.m == 1 && s.cluster == 8 ? decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true>
-                                    : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false>;
+  return s.m == 1 && s.cluster == MAX_CLUSTER ? decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true>
+                                              : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false>;
 }
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT>
