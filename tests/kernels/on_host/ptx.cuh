@@ -82,6 +82,9 @@ inline void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t 
 
 inline void prefetch_l2(const void*) {}
 inline float exp2_approximate(float v) { return exp2f(v); }
+template <typename T>
+void forget(T&) {}
+inline float reciprocal_approximate(float v) { return 1.f / v; }
 inline uint32_t kept_anew(uint32_t v) { return v; }
 inline uint32_t kept(uint32_t v, int) { return v; }
 inline int thread_anew() { return on_host::self->thread; }
@@ -96,6 +99,7 @@ inline Relaxed16 load_relaxed16(const void* from) {
   return v;
 }
 inline void store_relaxed16(void* to, Relaxed16 v) { memcpy(to, &v, 16), on_host::stores++; }
+inline void store_relaxed8(void* to, uint64_t v) { memcpy(to, &v, 8), on_host::stores++; }
 inline uint64_t global_nanoseconds() { return 0; }
 
 template <int THREADS>

@@ -125,7 +125,7 @@ __device__ __forceinline__ QuantizedKTile quantize_k_tile16(float4 v, uint32_t a
   const float amax = __uint_as_float(amax_bits);
   // Below 1e-30 the inverse would overflow; such a group is zero beside anything else a layer computes.
   const bool vanishes = amax < 1e-30f;
-  const float inverse = vanishes ? 0.f : __fdividef(ACT16_MAX, amax);
+  const float inverse = vanishes ? 0.f : ACT16_MAX * reciprocal_approximate(amax);
   // The low limb is byte 0 of the integer q, the high limb byte 1 of q + 128.
   const uint32_t q0 = __float_as_uint(fmaf(v.x, inverse, ROUNDER)), q1 = __float_as_uint(fmaf(v.y, inverse, ROUNDER));
   const uint32_t q2 = __float_as_uint(fmaf(v.z, inverse, ROUNDER)), q3 = __float_as_uint(fmaf(v.w, inverse, ROUNDER));

@@ -121,6 +121,8 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
 
 // Says that v may have changed: what is computed from it is then computed here, and not kept in registers from before.
 __device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void forget(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void forget(void*& v) { asm volatile("" : "+l"(v)); }
 
 // The same of one that is used where it is returned; and a thread's number, read here.
 __device__ __forceinline__ uint32_t kept_anew(uint32_t v) {
@@ -141,6 +143,13 @@ __device__ __forceinline__ float exp2_approximate(float v) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
   return power;
+}
+
+// 1 / v, to one unit of the last place; 0 where that is below the smallest normal number.
+__device__ __forceinline__ float reciprocal_approximate(float v) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(v));
+  return reciprocal;
 }
 
 // ---- programmatic dependent launch (sm_90 and newer; nothing elsewhere) ------------------------------------------
@@ -296,6 +305,9 @@ __device__ __forceinline__ void store_relaxed16(void* to, Relaxed16 v) {
   asm volatile("{\n\t.reg .b128 v;\n\tmov.b128 v, {%1, %2};\n\tst.relaxed.gpu.global.b128 [%0], v;\n\t}" ::"l"(to),
                "l"(v.low), "l"(v.high)
                : "memory");
+}
+__device__ __forceinline__ void store_relaxed8(void* to, uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 
 __device__ __forceinline__ uint64_t global_nanoseconds() {

@@ -233,9 +233,16 @@ struct Attention {
       most[0] = fmaxf(most[0], other.x), most[1] = fmaxf(most[1], other.y);
     }
     __syncwarp();
+    // Side by side, and the sums of weights, which all lanes with the same heads have then.
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], offset));
+        weight[h] += __shfl_xor_sync(~0u, weight[h], offset);
+      }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      most[h] = highest_of_lanes(most[h]);
       const float factor = exp2_approximate(highest[h] - most[h]);
       highest[h] = most[h], weight[h] *= factor;
 #pragma unroll
@@ -254,9 +261,6 @@ struct Attention {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (h == 1 && heads == 1) break;
-      float sum = weight[h];
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
       const uint32_t part = to + (first + h) * part_floats(HD) * 4;
       const bool real = first + h < heads;  // or a copy
 #pragma unroll
@@ -273,7 +277,7 @@ struct Attention {
         const int word = own + t / 4 * 16 + g / 2 * 4 + t % 4;
         if (real) store_shared2(part + word * 16 + g % 2 * 8, pair[0], pair[1]);
       }
-      if (real && g == 0 && !upper) store_shared2(part + HD * 4, highest[h], sum);
+      if (real && g == 0 && !upper) store_shared2(part + HD * 4, highest[h], weight[h]);
     }
   }
 
@@ -308,10 +312,14 @@ struct Attention {
       constants.load(s.cosines + angles, s.sines + angles, norm, s.rotary_half, HD, s.interleaved != 0, lane);
       const int head = query ? kv_head * group + i
                              : static_cast<int>(s.heads) + (turned ? 0 : static_cast<int>(s.kv_heads)) + kv_head;
+      // Where a key or a value goes: known before it comes.
+      const int64_t token = cache_offset(span.page, static_cast<int>(s.kv_heads), kv_head, span.position, 1);
+      void* in_cache = static_cast<uint8_t*>(turned ? layer.keys : layer.values) + token * ROW;
+      forget(in_cache);
       // Lanes beyond a head have what others have.
 #pragma unroll
       for (int w = lane % (HD / 4); w < HD / 4; w += 32) {
-        const float4 v = received(c.a.qkv + row * words + head * (HD / 4) + w, tag, c.patience());
+        const float4 v = reordered(received(c.a.qkv + row * words + head * (HD / 4) + w, tag, c.patience()));
         float* at = to + w / 4 * 16 + w % 4 * 2;
         reinterpret_cast<float2*>(at)[0] = make_float2(v.x, v.y);
         reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
@@ -329,7 +337,7 @@ struct Attention {
         __syncwarp();
       }
       if (!query) {
-        keep(c, to, layer, span, part - 1, back);
+        keep(c, to, layer, span, part - 1, back, in_cache, token);
         continue;
       }
       store_query(c.shared + c.a.at.queries + i * QUERY_BYTES, reinterpret_cast<const float4*>(to));
@@ -368,7 +376,7 @@ struct Attention {
   // A new key (part 0) or value (part 1), of the row so far back, to shared memory and, of the row itself, to the
   // cache: a warp.
   __device__ __forceinline__ static void keep(const Cta& c, const float* head, const trirun_cuda_step_layer& layer,
-                                              const Item& span, int part, int back) {
+                                              const Item& span, int part, int back, void* in_cache, int64_t token) {
     constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of four elements, of a lane: every 32nd
     const int lane = c.lane();
     const bool there = lane < HD / 4;
@@ -376,9 +384,6 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
       v[i] = there ? reinterpret_cast<const float4*>(head)[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-    const int64_t token = cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
-    const int64_t at = token * (HD / 4);
-    void* cache = part == 0 ? layer.keys : layer.values;
     const int at_newest = fresh_of(span) - 1 - back;
     const uint32_t own = part == 0 ? newest(c) + at_newest * ROW : newest_values(c) + value_offset(at_newest);
     const bool stored = span.slot >= 0 && back == 0;
@@ -389,7 +394,7 @@ struct Attention {
       for (int i = 0; i < WORDS; i++) {
         const int w = lane + i * 32;
         if (there) store_shared(own + w * 4, code[i]);
-        if (there && stored) static_cast<uint32_t*>(cache)[at + w] = code[i];
+        if (there && stored) static_cast<uint32_t*>(in_cache)[w] = code[i];
       }
       if (lane == 0) store_shared(newest_scales(c) + at_newest * 8 + part * 4, __half2float(scale));
       if (lane == 0 && stored) static_cast<__half*>(layer.scales)[2 * token + part] = scale;
@@ -400,7 +405,7 @@ struct Attention {
         const uint2 pair = make_uint2(decoder::narrow_pair<ELEMENT == BF16>(v[i].x, v[i].y),
                                       decoder::narrow_pair<ELEMENT == BF16>(v[i].z, v[i].w));
         if (there) store_shared2(own + w * 8, pair.x, pair.y);
-        if (there && stored) static_cast<uint2*>(cache)[at + w] = pair;
+        if (there && stored) static_cast<uint2*>(in_cache)[w] = pair;
       }
     }
   }
@@ -440,12 +445,15 @@ struct Attention {
       };
       float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
       if (at_item > 0) meet();  // the last item's queries have been read
+      Ring at = c.parked().ring;
+      c.move(at, worker() / TILES * CHUNKS);
+      at = {kept_anew(at.stage), kept_anew(at.phase)};
+      const bool attends = kept_anew(worker() < static_cast<uint32_t>(span.parts)) != 0;
+      const int length = kept_anew(span.length - span.first * SPAN);
       take_heads(c, layer, span, last, tag);
-      if (worker() < static_cast<uint32_t>(span.parts)) {
+      if (attends) {
         Attention attention;
         attention.clear();
-        Ring at = c.parked().ring;
-        c.move(at, worker() / TILES * CHUNKS);
         uint32_t tile = worker();
 #pragma unroll 1
         do {
@@ -458,7 +466,7 @@ struct Attention {
           if (stored) {
             first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
             keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
-            count = min(span.length - (span.first + static_cast<int>(tile / TILES)) * SPAN, SPAN);
+            count = min(length - static_cast<int>(tile / TILES) * SPAN, SPAN);
             barrier_wait_warp(c.full(at.stage), at.phase);
             if constexpr (CHUNKS == 2)
               next_chunk.advance(c.a.at.stages), barrier_wait_warp(c.full(next_chunk.stage), next_chunk.phase);

@@ -114,6 +114,12 @@ struct CtaOf {
   }
 };
 
+// Slots of a row's sum of an n tile: one of each warp of the cluster that has a part in it.
+template <typename Cta>
+__device__ __forceinline__ int slots_of_row(const Cta& c, const Geometry& g) {
+  return g.sharing.parts << c.cluster_log();
+}
+
 __device__ __forceinline__ const trirun_cuda_step_weight& weight_of(const trirun_cuda_step_layer& layer, int product) {
   return (&layer.qkv)[product];
 }

@@ -1,32 +1,23 @@
 // Warps that finish units: they add up what the cluster's warps left, apply scales, norms and the activation, keep the
 // residual stream, and send what comes of it. All that they need besides is asked for before the sums are there.
 //
-// Lane 8 half + 2 t + p, p of 0 and 1, ends with rows 32 half + 16 p + {2t, 2t+1, 2t+8, 2t+9} of a unit, which is word
-// 8 half + 4 p + t of 16, in the order in which activations.cuh quantizes. The upper sixteen lanes have other parts of
-// the same sums; of pairs of n tiles the second; of four rows, where they are no pairs, another row.
+// Lane 16 h + 2 r + p, p of 0 and 1, ends with row 32 h + 16 p + r of a unit and the 8th after it: half of a word.
+// It adds up two sums side by side: halves of one, of a pair of n tiles both, or those of two rows.
 #pragma once
 
 #include "parts.cuh"
 
 namespace trirun::step {
 
-__device__ __forceinline__ float4 load_rows(const float* from) {
-  const float2 a = load_constant2(from), b = load_constant2(from + 8);
-  return make_float4(a.x, a.y, b.x, b.y);
+// Of a lane's two rows.
+__device__ __forceinline__ float2 load_rows(const float* from) {
+  return make_float2(__uint_as_float(load_constant(from)), __uint_as_float(load_constant(from + 8)));
 }
 
-__device__ __forceinline__ float4 operator*(float4 a, float4 b) {
-  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
+__device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
+__device__ __forceinline__ float2 operator+(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-__device__ __forceinline__ float2 from_other_half(float2 v) {
-  return make_float2(__shfl_xor_sync(~0u, v.x, 16), __shfl_xor_sync(~0u, v.y, 16));
-}
-__device__ __forceinline__ float4 from_other_half(float4 v) {
-  const float2 a = from_other_half(make_float2(v.x, v.y)), b = from_other_half(make_float2(v.z, v.w));
-  return make_float4(a.x, a.y, b.x, b.y);
 }
 
 template <int LIMBS, bool GROUPS, typename Cta>
@@ -38,10 +29,12 @@ struct Finisher {
 
   __device__ __forceinline__ explicit Finisher(Cta& c) : c(c) {}
 
-  __device__ __forceinline__ int half() const { return c.lane() / 16; }  // of the lanes
-  __device__ __forceinline__ int word() const { return (c.lane() & 8) + (c.lane() & 1) * 4 + (c.lane() >> 1 & 3); }
-  __device__ __forceinline__ int row_in_unit() const {
-    return (c.lane() & 8) * 4 + (c.lane() & 1) * 16 + (c.lane() & 6);
+  __device__ __forceinline__ uint32_t row_in_unit() const {
+    return (c.thread & 16) * 2 + (c.thread & 1) * 16 + (c.thread >> 1 & 7);
+  }
+  // Of the unit's words.
+  __device__ __forceinline__ uint32_t half_word() const {
+    return (c.thread & 16) + (c.thread & 1) * 8 + (c.thread >> 1 & 6) + (c.thread >> 1 & 1);
   }
 
   // Tasks are pairs of a unit and a row, the same warp's in all products.
@@ -49,8 +42,8 @@ struct Finisher {
   __device__ __forceinline__ int unit_of(const Geometry& g, int local) const {
     return g.first + (local << c.cluster_log()) + c.rank();
   }
-  __device__ __forceinline__ float4& residual(int task) const {
-    return c.template at<float4>(c.a.at.residual)[task * 16 + c.lane() % 16];
+  __device__ __forceinline__ float2& residual(int task) const {
+    return c.template at<float2>(c.a.at.residual)[task * 32 + c.lane()];
   }
 
   static constexpr int WARP_LOG = 5;  // of its lanes
@@ -93,15 +86,14 @@ struct Finisher {
     return rsqrtf(__fdividef(squares, k) + c.a.s.eps);
   }
 
-  // Of two limbs: what sums of rows are multiplied by, that of row i in lane i. Of one, whose values are multiplied
-  // before they are quantized, those and the scales go to shared memory, to the warps that quantize.
+  // Of two limbs: what sums of rows are multiplied by, that of the warp's i-th row in lane i. Of one, whose values are
+  // multiplied before they are quantized, those and the scales go to shared memory, to the warps that quantize.
   __device__ __forceinline__ float factors(const Geometry& g, int product, const Input& in, int buffer,
                                            uint32_t tag) const {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
-    // Some lanes for each of its rows, all rows at once.
-    const int rows_log = LIMBS == 2 ? c.rows_log() : max(c.rows_log() - FINISHERS_LOG, 0);
-    const int lanes_log = WARP_LOG - rows_log, nth = lane >> lanes_log;
-    const int row = LIMBS == 2 ? nth : first_task() + nth * FINISHERS;
+    // Some lanes for each of its rows, all rows at once. Of two limbs a single row is both warps'.
+    const int lanes_log = WARP_LOG - max(c.rows_log() - FINISHERS_LOG, 0), nth = lane >> lanes_log;
+    const int row = LIMBS == 2 && c.rows() == 1 ? 0 : first_task() + nth * FINISHERS;
     if (LIMBS == 2 ? in.norm == nullptr || first_task() >= g.local << c.rows_log() : first_task() >= c.rows())
       return 1.f;
     const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
@@ -116,60 +108,82 @@ struct Finisher {
     return __shfl_sync(~0u, factor, lane << lanes_log);
   }
 
-  __device__ __forceinline__ float4 bias_of(const void* bias, int row) const {
-    if (bias == nullptr) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const int dtype = c.a.s.dtype;
-    return make_float4(load_element(bias, row, dtype), load_element(bias, row + 1, dtype),
-                       load_element(bias, row + 8, dtype), load_element(bias, row + 9, dtype));
+  __device__ __forceinline__ float2 bias_of(const void* bias, int row) const {
+    if (bias == nullptr) return make_float2(0.f, 0.f);
+    return make_float2(load_element(bias, row, c.a.s.dtype), load_element(bias, row + 8, c.a.s.dtype));
   }
 
   // Scales of output channels lie in the order of fragments: [n tile][row % 8][row / 8].
-  __device__ __forceinline__ static uint2 weights_of(const trirun_cuda_step_weight& weight, uint32_t row) {
-    if constexpr (GROUPS) return make_uint2(0, 0);
-    const auto* from = weight.scales + row / 64 * 64 + row % 8 * 8 + row % 64 / 8;
-    return make_uint2(load_constant(from), load_constant(from + 8));
+  __device__ __forceinline__ static uint32_t weights_of(const trirun_cuda_step_weight& weight, uint32_t row) {
+    if constexpr (GROUPS) return 0;
+    return load_constant(weight.scales + row / 64 * 64 + row % 8 * 8 + row % 64 / 8);
   }
 
-  __device__ __forceinline__ static float4 weighted(float4 v, uint2 weights) {
-    if constexpr (GROUPS) return v;
-    const float2 a = decoder::widen_pair<false>(weights.x), b = decoder::widen_pair<false>(weights.y);
-    return v * make_float4(a.x, b.x, a.y, b.y);
+  __device__ __forceinline__ static float2 weighted(float factor, uint32_t weights) {
+    const float2 both = make_float2(factor, factor);
+    if constexpr (GROUPS) return both;
+    return decoder::widen_pair<false>(weights) * both;
   }
 
-  // from: shared address of this lane's first slot; step: bytes to the next.
-  __device__ __forceinline__ static float4 added(uint32_t from, int count, int step) {
+  // Two sums, so many bytes apart. from: shared address of this lane's first slot; count: slots of either, a multiple of
+  // four where one row is the largest clusters'.
+  struct Added {
+    float2 first, second;
+  };
+  __device__ __forceinline__ Added added(uint32_t from, uint32_t apart, int count) const {
     float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
-#pragma unroll 1
-    for (; count >= 4; count -= 4, from += 4 * step) {
-      const float4 v0 = load_shared_float4(from), v1 = load_shared_float4(from + step);
-      const float4 v2 = load_shared_float4(from + 2 * step), v3 = load_shared_float4(from + 3 * step);
+    const auto slot = [&](uint32_t i) {
+      const uint32_t at = from + i * SLOT_BYTES;
+      const float2 first = load_shared_float2(at), second = load_shared_float2(at + apart);
+      return make_float4(first.x, first.y, second.x, second.y);
+    };
+    const auto add_four = [&] {
+      const float4 v0 = slot(0), v1 = slot(1), v2 = slot(2), v3 = slot(3);
       a = a + (v0 + v1), b = b + (v2 + v3);
-    }
+      count -= 4, from += 4 * SLOT_BYTES;
+    };
+    if constexpr (Cta::ONE_ROW) {
 #pragma unroll 1
-    for (; count > 0; count--, from += step) a = a + load_shared_float4(from);
-    return a + b;
+      do add_four();
+      while (count > 0);
+    } else {
+#pragma unroll 1
+      while (count >= 4) add_four();
+#pragma unroll 1
+      for (; count > 0; count--, from += SLOT_BYTES) a = a + slot(0);
+    }
+    a = a + b;
+    return {make_float2(a.x, a.y), make_float2(a.z, a.w)};
   }
 
-  // Neighbouring lanes have rows 8h + g of two row blocks each, and take one.
-  __device__ __forceinline__ float4 exchanged(float4 v) const {
-    const bool odd = c.lane() & 1;
-    const float low = __shfl_xor_sync(~0u, odd ? v.x : v.z, 1), high = __shfl_xor_sync(~0u, odd ? v.y : v.w, 1);
-    return odd ? make_float4(low, v.z, high, v.w) : make_float4(v.x, low, v.y, high);
+  // 64 values of a row to whoever takes them.
+  __device__ __forceinline__ void send_unit(float4* words, float2 values, uint32_t tag) const {
+    send_half(reinterpret_cast<float2*>(words) + half_word(), values, tag);
   }
 
-  // 64 values of a row to whoever takes them, from the lanes that send. raw: as the norm sees them; sent: times its
-  // weights.
-  __device__ __forceinline__ void send_unit(float4* words, float4* header, float4 raw, float4 sent, uint32_t tag,
-                                            bool sends) const {
-    if (sends) send(words + word(), sent, tag);
-    float squares = raw.x * raw.x + raw.y * raw.y + raw.z * raw.z + raw.w * raw.w;
-    uint32_t largest = LIMBS == 1 ? magnitude_bits(sent) : 0;
+  // The header of a row's 64 values, or those of two rows, which are so many words apart. raw: as the norm sees them;
+  // sent: times its weights.
+  __device__ __forceinline__ void send_headers(float4* header, float2 raw, float2 sent, bool two, int apart,
+                                               float2 other_raw, float2 other_sent, uint32_t tag) const {
+    const bool upper = c.lane() >= 16, other = two && upper;  // a half of the lanes has each row
+    const auto squared = [](float2 v) { return v.x * v.x + v.y * v.y; };
+    const float first = squared(raw), second = two ? squared(other_raw) : first;
+    float squares = (other ? second : first) + __shfl_xor_sync(~0u, other ? first : second, 16);
+    uint32_t largest = 0;
+    if constexpr (LIMBS == 1) {
+      const auto bits = [](float2 v) {
+        return max(__float_as_uint(v.x) & 0x7fffffffu, __float_as_uint(v.y) & 0x7fffffffu);
+      };
+      const uint32_t first_bits = bits(sent), second_bits = two ? bits(other_sent) : first_bits;
+      largest = max(other ? second_bits : first_bits, __shfl_xor_sync(~0u, other ? first_bits : second_bits, 16));
+    }
 #pragma unroll
     for (int offset = 8; offset > 0; offset /= 2) {
       squares += __shfl_xor_sync(~0u, squares, offset);
       if (LIMBS == 1) largest = max(largest, __shfl_xor_sync(~0u, largest, offset));
     }
-    if (c.lane() % 16 == 0 && sends) send(header, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    if (two ? c.lane() % 16 == 0 : c.lane() == 0)
+      send(header + (upper ? apart : 0), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 
   __device__ __forceinline__ void run(uint32_t phase) {
@@ -179,9 +193,9 @@ struct Finisher {
     const trirun_cuda_step& s = c.a.s;
     const trirun_cuda_step_layer& layer = c.layer(index);
     uint32_t tag = c.tag(index);
-    const int lane = c.lane(), half = this->half(), rows_log = c.rows_log(), rows = c.rows(), buffer = product & 1;
+    const int lane = c.lane(), rows_log = c.rows_log(), rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP, to_residual = product == O || product == DOWN;
-    const int parts = c.cluster() * g.sharing.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
+    const int parts = slots_of_row(c, g), units = pairs ? g.n_tiles / 2 : g.n_tiles;
     const trirun_cuda_step_weight& weight = weight_of(layer, product);
     const void* bias = (&layer.qkv_bias)[product];
     const float* norm = nullptr;
@@ -195,70 +209,59 @@ struct Finisher {
       norm = index + 1 < s.layer_count ? c.layer(index + 1).attention_norm : s.final_norm;
       words = c.a.x_attention, to_headers = c.a.x_attention_headers, tag = c.tag(index + 1);
     }
-    const uint32_t step = 256 << rows_log, tile_bytes = parts * step;
-    const uint32_t slots = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer + lane % 16 * 16;
+    const uint32_t row_bytes = parts * SLOT_BYTES, tile_bytes = row_bytes << rows_log;
+    const uint32_t slots = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer + lane * 8;
     // Of one limb others wait for these; of two they are wanted with the sums.
     bool known = LIMBS == 1;
     float of_rows = 1.f;
     if (known && g.units > 0) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
     // Of several rows each warp has some of every unit, else units of its own. Of four or more it has two at once.
-    const bool shares = rows > 1, two = rows > FINISHERS && !pairs;
+    const bool shares = rows > 1, two = rows > FINISHERS && !pairs, halves = !pairs && !two;
     const int first_row = shares ? first_task() : 0, row_step = shares ? FINISHERS << two : 1;
-    // The first one twice, once for nothing but the instructions, which are there then when the sums come.
-    bool real = false;
 #pragma unroll 1
     for (int local = shares ? 0 : first_task(); local < g.local; local += shares ? 1 : FINISHERS) {
-      const int unit = unit_of(g, local);
-      const int n = unit * N_TILE + row_in_unit(), own_n = pairs ? n + half * units * N_TILE : n;
-      const uint2 weights = weights_of(weight, own_n);
-      const float4 biases = bias_of(bias, own_n);
-      const float4 norms = norm == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : load_rows(norm + n);
+      const int unit = unit_of(g, local), n = unit * N_TILE + row_in_unit(), other_n = pairs ? n + units * N_TILE : n;
+      const uint32_t weights = weights_of(weight, n), other_weights = pairs ? weights_of(weight, other_n) : weights;
+      const float2 biases = bias_of(bias, n), other_biases = pairs ? bias_of(bias, other_n) : biases;
+      const float2 norms = norm == nullptr ? make_float2(1.f, 1.f) : load_rows(norm + n);
       const uint32_t barrier = c.sums_barrier(buffer, local);
       if (first_row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
-      float4 scales = make_float4(1.f, 1.f, 1.f, 1.f);
-      // The halves of the lanes take every other part of a sum, one of two n tiles, or one of two rows. Kept, or the
-      // compiler would compute them anew where they are waited for.
-      const bool whole = pairs || two;
-      const uint32_t from =
-          kept(slots + (pairs ? 2 * local + half : local) * tile_bytes + (whole ? 0 : half) * step, lane);
-      const int count = kept(whole ? parts : (parts + 1 - half) >> 1, lane);
-      const uint32_t stride = kept(whole ? step : 2 * step, lane);
+      // Kept, or the compiler would compute them anew where they are waited for.
+      const uint32_t from = kept(slots + (pairs ? 2 * local : local) * tile_bytes, lane);
+      const uint32_t apart = kept(pairs ? tile_bytes : two ? FINISHERS * row_bytes : row_bytes / 2, lane);
+      const int count = kept(halves ? parts / 2 : parts, lane);
 #pragma unroll 1
-      for (int first = first_row; first < rows;) {
-        const int row = first + (two ? half * FINISHERS : 0), task = (local << rows_log) + row;
-        const bool sends = (half == 0 || two) && real;
-        const float4 before = to_residual ? residual(task) : make_float4(0.f, 0.f, 0.f, 0.f);
-        const float4 beside = biases + before;
-        if (real) {
-          if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
-          const float factor = __shfl_sync(~0u, of_rows, row);
-          scales = weighted(make_float4(factor, factor, factor, factor), weights);
-          barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
-        }
-        float4 v = added(from + row * 256, count, stride);
-        if (!whole) v = v + from_other_half(v);
-        float4 raw = exchanged(v) * scales + beside;
+      for (int row = first_row; row < rows; row += row_step) {
+        const int task = (local << rows_log) + row, other_task = two ? task + FINISHERS : task;
+        float2 beside = biases, other_beside = other_biases;
+        if (to_residual) beside = beside + residual(task);
+        if (to_residual && two) other_beside = other_beside + residual(other_task);
+        if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
+        const float factor = __shfl_sync(~0u, of_rows, row >> FINISHERS_LOG);
+        const float2 scales = weighted(factor, weights);
+        const float2 other_scales =
+            weighted(two ? __shfl_sync(~0u, of_rows, (row >> FINISHERS_LOG) + 1) : factor, other_weights);
+        barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
+        Added v = added(from + row * row_bytes, apart, count);
+        if (halves) v.first = v.first + v.second;
+        float2 raw = v.first * scales + beside;
+        const float2 other = v.second * other_scales + other_beside;
         if (pairs) {
-          // The lower lanes have gates, the upper ones what they multiply: either takes two of the four.
-          const float2 own = half == 0 ? make_float2(raw.x, raw.y) : make_float2(raw.z, raw.w);
-          const float2 other = from_other_half(half == 0 ? make_float2(raw.z, raw.w) : make_float2(raw.x, raw.y));
-          float gates[] = {half == 0 ? own.x : other.x, half == 0 ? own.y : other.y};
+          float gates[] = {raw.x, raw.y};
           decoder::activate(gates, s.activation);
-          const float2 made =
-              make_float2(gates[0] * (half == 0 ? other.x : own.x), gates[1] * (half == 0 ? other.y : own.y));
-          const float2 rest = from_other_half(made);
-          raw = half == 0 ? make_float4(made.x, made.y, rest.x, rest.y) : make_float4(rest.x, rest.y, made.x, made.y);
+          raw = make_float2(gates[0], gates[1]) * other;
         }
-        const int at = row * units + unit;
-        if (product == QKV) {
-          if (sends) send(words + at * 16 + word(), raw, tag);
-        } else {
-          send_unit(words + at * 16, to_headers + at * HEADER_WORDS, raw, raw * norms, tag, sends);
-          if (to_residual && sends) residual(task) = raw;
-          __syncwarp();
+        const int at = row * units + unit, apart = FINISHERS * units;
+        const float2 sent = raw * norms, other_sent = other * norms;
+        send_unit(words + at * 16, sent, tag);
+        if (two) send_unit(words + (at + apart) * 16, other_sent, tag);
+        if (product != QKV && (LIMBS == 1 || norm != nullptr))
+          send_headers(to_headers + at * HEADER_WORDS, raw, sent, two, apart * HEADER_WORDS, other, other_sent, tag);
+        if (to_residual) {
+          residual(task) = raw;
+          if (two) residual(other_task) = other;
         }
-        if (real) first += row_step;
-        real = true;
+        __syncwarp();
       }
     }
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
@@ -271,18 +274,23 @@ struct Finisher {
 
   // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane. A warp's
   // part is the words of a head, then its header, head by head.
-  __device__ __forceinline__ Part joined(int word, int parts) const {
+  __device__ __forceinline__ Part joined(int word, int parts, int stride) const {
     const int head = word >> c.a.head_words_log;
-    const uint32_t of_parts = c.shared + c.a.at.attention, from = of_parts + (word + head) * 16;
-    const uint32_t header = of_parts + (((head + 1) << c.a.head_words_log) + head) * 16;
-    const int stride = (min(c.a.group, HEADS) * part_floats(c.a.s.head_dim) * 4) << groups_log_of(c.a.group);
+    const uint32_t of_parts = c.shared + c.a.at.attention;
+    uint32_t from = of_parts + (word + head) * 16;
+    uint32_t header = of_parts + (((head + 1) << c.a.head_words_log) + head) * 16;
     Part part;
     if (parts > 0) part.most = load_shared_float(header);  // a split may have no keys
-#pragma unroll 4
-    for (int i = 0; i < parts; i++) {
-      part.values = part.values + load_shared_float4(from + i * stride);
-      part.weights += load_shared_float(header + 4 + i * stride);
+    const auto values = [&](int i) { return load_shared_float4(from + i * stride); };
+    const auto weights = [&](int i) { return load_shared_float(header + 4 + i * stride); };
+#pragma unroll 1
+    for (; parts >= 4; parts -= 4, from += 4 * stride, header += 4 * stride) {
+      part.values = part.values + ((values(0) + values(1)) + (values(2) + values(3)));
+      part.weights += (weights(0) + weights(1)) + (weights(2) + weights(3));
     }
+#pragma unroll 1
+    for (; parts > 0; parts--, from += stride, header += stride)
+      part.values = part.values + values(0), part.weights += weights(0);
     return part;
   }
 
@@ -328,13 +336,13 @@ struct Finisher {
 #pragma unroll
     for (int offset = 1; offset < LANES; offset *= 2)
       part.most = fmaxf(part.most, __shfl_xor_sync(~0u, part.most, offset));
-    const float factor = there ? exp2_approximate(header.x - part.most) : 0.f;
-    part.weights = factor * header.y;
-#pragma unroll
-    for (int offset = 1; offset < LANES; offset *= 2) part.weights += __shfl_xor_sync(~0u, part.weights, offset);
+    const float factor = there ? exp2_approximate(header.x - part.most) : 0.f, weights = factor * header.y;
 #pragma unroll 2
-    for (int i = 0; i < members; i++)
-      part.add_values(load_shared_float4(from + i * step), __shfl_sync(~0u, factor, (lane & ~(LANES - 1)) + i));
+    for (int i = 0; i < members; i++) {
+      const int of_member = (lane & ~(LANES - 1)) + i;
+      part.add_values(load_shared_float4(from + i * step), __shfl_sync(~0u, factor, of_member));
+      part.weights += __shfl_sync(~0u, weights, of_member);
+    }
     return part;
   }
 
@@ -360,9 +368,12 @@ struct Finisher {
         const float4 v = part.attended();
         float4 sent = v;
         const uint32_t at = span.kv_head * words + word;
-        if (layer.attention_sub_norm != nullptr)
-          sent = v * load_rows(layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2);
-        send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, sent, tag);
+        if (layer.attention_sub_norm != nullptr) {
+          const float* norm = layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2;
+          const float2 low = load_constant2(norm), high = load_constant2(norm + 8);
+          sent = make_float4(v.x * low.x, v.y * low.y, v.z * high.x, v.w * high.y);
+        }
+        send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, reordered(sent), tag);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         largest = max(largest, magnitude_bits(sent));
       };
@@ -374,34 +385,31 @@ struct Finisher {
         if (word == head << c.a.head_words_log)
           send(split_words + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
       };
-      const int share = words >> members_log;
+      const int share = words >> members_log, parts_of_item = kept(span.parts, lane);
+      const int part_bytes = min(c.a.group, HEADS) * part_floats(c.a.s.head_dim) * 4;
+      const int stride = kept(part_bytes << groups_log_of(c.a.group), lane);
       const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
                       __fdividef(1.f, share)};
       if (members_log > 0 && first_task() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
-      // As run does: once for nothing but the instructions.
+      barrier_wait_warp(c.parts_barrier(), parts), parts ^= 1;
 #pragma unroll 1
-      for (int real = 0; real < 2; real++) {
-        if (real) barrier_wait_warp(c.parts_barrier(), parts);
-#pragma unroll 1
-        for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
-          const Part part = joined(word, span.parts);
-          if (!real) continue;
-          if (members_log > 0)
-            share_word(team, word, part);
-          else
-            hand(word, part);
-        }
-        if (members_log == 0) continue;
-        if (real) barrier_wait_warp(c.together_barrier(), together), together ^= 1;
+      for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
+        const Part part = joined(word, parts_of_item, stride);
+        if (members_log > 0)
+          share_word(team, word, part);
+        else
+          hand(word, part);
+      }
+      if (members_log > 0) {
+        barrier_wait_warp(c.together_barrier(), together), together ^= 1;
 #pragma unroll 1
         for (int base = first_task() * 32; base < share; base += FINISHERS * 32) {
           const bool mine = base + lane < share;
           const int within = mine ? base + lane : base;
           const Part part = shared_part(team, within);
-          if (real && mine) hand(span.member * share + within, part);
+          if (mine) hand(span.member * share + within, part);
         }
       }
-      parts ^= 1;
       if (splits > 1 && !joined_by_readers(c, span.row)) {
 #pragma unroll 1
         for (int base = span.first_word + first_task() * 32; base < span.last_word; base += FINISHERS * 32) {
@@ -435,11 +443,12 @@ struct Finisher {
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
-      const float4 v = load_rows(s.residual + row * s.hidden + n);
-      if (half() == 0) residual(task) = v;
+      const float2 v = load_rows(s.residual + row * s.hidden + n);
+      residual(task) = v;
       const int at = row * g.n_tiles + unit;
-      send_unit(c.a.x_attention + at * 16, c.a.x_attention_headers + at * HEADER_WORDS, v,
-                v * load_rows(c.layer(0).attention_norm + n), tag, half() == 0);
+      const float2 sent = v * load_rows(c.layer(0).attention_norm + n);
+      send_unit(c.a.x_attention + at * 16, sent, tag);
+      send_headers(c.a.x_attention_headers + at * HEADER_WORDS, v, sent, false, 0, v, sent, tag);
     }
   }
 
@@ -454,13 +463,13 @@ struct Finisher {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
       const float squares =
           headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, WARP_LOG, tag).squares;
-      const float4 y = scaled(residual(task), factor_of(squares, hidden)) * load_rows(s.final_norm + n);
-      if (half() == 1) continue;
+      const float factor = factor_of(squares, hidden);
+      const float2 y = residual(task) * make_float2(factor, factor) * load_rows(s.final_norm + n);
       const bool failed = *reinterpret_cast<volatile uint32_t*>(c.a.status) != 0;
       const auto put = [&](int row_of, float value) {
         store_element(s.y, row * s.hidden + n + row_of, failed ? NAN : value, s.dtype);
       };
-      put(0, y.x), put(1, y.y), put(8, y.z), put(9, y.w);
+      put(0, y.x), put(8, y.y);
     }
   }
 };

@@ -34,11 +34,21 @@ struct Word {
   }
 };
 
-__device__ __forceinline__ void send(float4* to, float4 v, uint32_t tag) {
-  const auto tagged = [&](float f) { return (__float_as_uint(f) & ~TAG) | tag; };
-  store_relaxed16(to, {tagged(v.x) | static_cast<uint64_t>(tagged(v.y)) << 32,
-                       tagged(v.z) | static_cast<uint64_t>(tagged(v.w)) << 32});
+__device__ __forceinline__ uint64_t tagged(float low, float high, uint32_t tag) {
+  const auto one = [&](float f) { return (__float_as_uint(f) & ~TAG) | tag; };
+  return one(low) | static_cast<uint64_t>(one(high)) << 32;
 }
+__device__ __forceinline__ void send(float4* to, float4 v, uint32_t tag) {
+  store_relaxed16(to, {tagged(v.x, v.y, tag), tagged(v.z, v.w, tag)});
+}
+// Half of a word: each float says itself when it is there.
+__device__ __forceinline__ void send_half(float2* to, float2 v, uint32_t tag) {
+  store_relaxed8(to, tagged(v.x, v.y, tag));
+}
+
+// Values of rows of the model are in words in the order in which products end with them, {2t, 2t+8, 2t+1, 2t+9} of 16:
+// from there to {2t, 2t+1, 2t+8, 2t+9}, in which activations.cuh quantizes, and back.
+__device__ __forceinline__ float4 reordered(float4 v) { return make_float4(v.x, v.z, v.y, v.w); }
 
 // Whether to go on waiting. Once a CTA has waited for so long, something else holds multiprocessors that this kernel
 // needs: it says so, everyone stops waiting, and the step ends without a result.

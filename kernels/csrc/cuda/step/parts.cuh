@@ -21,7 +21,7 @@ struct Part {
     values = make_float4(fmaf(v.x, factor, values.x), fmaf(v.y, factor, values.y), fmaf(v.z, factor, values.z),
                          fmaf(v.w, factor, values.w));
   }
-  __device__ __forceinline__ float4 attended() const { return scaled(values, __fdividef(1.f, weights)); }
+  __device__ __forceinline__ float4 attended() const { return scaled(values, reciprocal_approximate(weights)); }
 };
 
 constexpr int SPLITS_AT_ONCE = 8;  // that are added up
@@ -75,15 +75,15 @@ struct Parts {
 #pragma unroll
     for (int offset = 1; offset < SPLITS_AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
     most = fmaxf(most, part.most);
-    const float factor = there ? exp2_approximate(header.x - most) : 0.f;
-    float weights = factor * header.y;
+    const float factor = there ? exp2_approximate(header.x - most) : 0.f, weights = factor * header.y;
+    if (first > 0) part.rescale(most);
+    part.most = most;
 #pragma unroll
-    for (int offset = 1; offset < SPLITS_AT_ONCE; offset *= 2) weights += __shfl_xor_sync(~0u, weights, offset);
-    part.rescale(most);
-    part.weights += weights;
-#pragma unroll
-    for (int i = 0; i < SPLITS_AT_ONCE; i++)
-      part.add_values(in[i].values(), __shfl_sync(~0u, factor, (lane & ~(SPLITS_AT_ONCE - 1)) + i));
+    for (int i = 0; i < SPLITS_AT_ONCE; i++) {
+      const int from = (lane & ~(SPLITS_AT_ONCE - 1)) + i;
+      part.add_values(in[i].values(), __shfl_sync(~0u, factor, from));
+      part.weights += __shfl_sync(~0u, weights, from);
+    }
   }
 };
 

@@ -70,9 +70,11 @@ struct Sums {
     }
 #pragma unroll
     for (int e = 0; e < TOKENS; e++) {
-      const float2 s = load_shared_float2(scales + Base::token(0, e, tokens) * 8);
-      if constexpr (!GROUPS) x_sum[e] += s.y;
-      if constexpr (!EXACT) scale(c, e, s, rows, zero);
+      const uint2 words_of_x = load_shared2(scales + Base::token(0, e, tokens) * 8);
+      const float x_scale = __uint_as_float(words_of_x.x);
+      const float sum = x_scale * static_cast<float>(static_cast<int>(words_of_x.y));
+      if constexpr (!GROUPS) x_sum[e] += sum;
+      if constexpr (!EXACT) scale(c, e, make_float2(x_scale, sum), rows, zero);
     }
   }
 
@@ -102,9 +104,9 @@ struct Sums {
     }
   }
 
-  // To the slots of all rows of x, float [64] each, of the CTA that counts them: the eight sums of a lane are two
+  // To a slot of every row of x, so many bytes apart, of the CTA that counts them: the eight sums of a lane are two
   // words. x_scales: of EXACT, float [tokens].
-  __device__ __forceinline__ void leave(uint32_t slots, uint32_t barrier, int tokens, float zero,
+  __device__ __forceinline__ void leave(uint32_t slots, uint32_t apart, uint32_t barrier, int tokens, float zero,
                                         const float* x_scales) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -117,7 +119,7 @@ struct Sums {
         const auto own = EXACT && j > 0 ? sum[j][h][e] - sum[j - 1][h][e] : sum[j][h][e];
         return static_cast<float>(own) * (gemm_decode::quarter_power(j) * x_scale) - zero_sum;
       };
-      const uint32_t to = slots + token * 256 + lane / 4 * 16;
+      const uint32_t to = slots + token * apart + lane / 4 * 16;
       store_peer_counted(to, make_float4(value(0, 0), value(0, 1), value(1, 0), value(1, 1)), barrier);
       store_peer_counted(to + 128, make_float4(value(2, 0), value(2, 1), value(3, 0), value(3, 1)), barrier);
     }
@@ -161,7 +163,7 @@ struct Multiplier {
       if (LIMBS == 2 && product == O && joined_by_readers(c, row))
         v = joined(c, row, word, tag);
       else
-        v = received(words + row * g.all_k_tiles * 32 + word, tag, c.patience());
+        v = reordered(received(words + row * g.all_k_tiles * 32 + word, tag, c.patience()));
       if (waits) barrier_wait_warp(c.factor_barrier(buffer), parity), waits = false;
       QuantizedKTile q;
       if constexpr (LIMBS == 1)
@@ -171,28 +173,47 @@ struct Multiplier {
       const uint32_t at = limbs + k_tile * K_TILE * columns + row * LIMBS * 64;
       store_shared(at, q.limb[0]);
       if constexpr (LIMBS == 2) store_shared(at + 64, q.limb[1]);
-      const float sum = q.sum128();
-      if (lane == 0) store_shared2(scales + pair * 8, q.scale, sum);
+      const int sum = __reduce_add_sync(~0u, q.sum);
+      if (lane == 0) store_shared2(scales + pair * 8, __float_as_uint(q.scale), static_cast<uint32_t>(sum));
     }
     if (waits) barrier_wait_warp(c.factor_barrier(buffer), parity);
     meet();
+  }
+
+  __device__ __forceinline__ static int over_parts(const Geometry& g, int v) { return v * g.sharing.of_parts >> 16; }
+
+  // A warp among those that share an n tile.
+  __device__ __forceinline__ static int part_of(const Geometry& g, int warp) {
+    return warp - over_parts(g, warp) * g.sharing.parts;
+  }
+
+  // Where this warp's sums of an n tile go, in the shared memory of the CTA that finishes its unit.
+  struct Target {
+    uint32_t slots, barrier;
+  };
+  __device__ __forceinline__ static Target target_of(const Cta& c, const Geometry& g, int product, uint32_t tile) {
+    const uint32_t tiles_log = product == GATE_UP, unit = tile >> tiles_log, within = tile & tiles_log;
+    const uint32_t local = unit >> c.cluster_log(), owner = unit & (c.cluster() - 1), buffer = product & 1;
+    // Anew: of the first n tile it is known, and what the others want shall not be waited for before it.
+    const uint32_t of_tile = (local << tiles_log) + within, rank = kept_anew(c.rank());
+    const uint32_t of_warp = rank * g.sharing.parts + part_of(g, kept_anew(c.warp()));
+    const uint32_t slot = (of_tile << c.rows_log()) * slots_of_row(c, g) + of_warp;
+    const uint32_t slots = kept_anew(c.shared) + c.a.at.slots + buffer * c.a.at.slot_buffer + slot * SLOT_BYTES;
+    return {peer_address(slots, owner), peer_address(c.sums_barrier(buffer, local), owner)};
   }
 
   // Made once, by a thread of the warp. Warps share an n tile, or have none.
   __device__ __forceinline__ static void make_share(const Cta& c, int product) {
     const Geometry g = c.geometry(product);
     const int buffer = product & 1, columns = c.rows() * LIMBS;
-    const auto over_parts = [&](int v) { return v * g.sharing.of_parts >> 16; };
-    const int group = over_parts(c.warp()), part = c.warp() - group * g.sharing.parts;
+    const int group = over_parts(g, c.warp()), part = part_of(g, c.warp());
     Share share;
     share.tile = group < g.sharing.at_once ? group : g.tiles;
-    share.k_first = over_parts(g.k_tiles * part), share.k_last = over_parts(g.k_tiles * (part + 1));
-    // Two arrivals for each k tile of a chunk; the last chunk of an n tile may have fewer.
-    share.missing = share.k_last == g.k_tiles ? g.tile_chunks * CHUNK_K_TILES - g.k_tiles : 0;
+    share.k_first = over_parts(g, g.k_tiles * part), share.k_last = over_parts(g, g.k_tiles * (part + 1));
     share.limbs = c.a.at.limbs + buffer * c.a.at.limb_buffer + share.k_first * K_TILE * columns;
     share.scales = c.a.at.scales + buffer * c.a.at.scale_buffer + share.k_first * c.rows() * 8;
-    share.slots =
-        c.a.at.slots + buffer * c.a.at.slot_buffer + ((c.rank() * g.sharing.parts + part) << c.rows_log()) * 256;
+    const Target target = target_of(c, g, product, share.tile);
+    share.slots = target.slots, share.barrier = target.barrier;
     share.chunk = share.tile * g.tile_chunks + share.k_first / CHUNK_K_TILES;
     c.share(product) = share;
   }
@@ -204,21 +225,21 @@ struct Multiplier {
     if (g.units == 0) return;
     const trirun_cuda_step_weight& weight = weight_of(c.layer(phase / PRODUCTS), product);
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
-    const int tiles_log = product == GATE_UP;  // of a unit
-    const Share& share = c.share(product);
     Ring first = c.ring;
-    c.move(first, share.chunk);
+    c.move(first, c.share(product).chunk);
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
     // first chunks is more than once round ahead.
+    const Share share = c.share(product);
+    const uint32_t limbs0 = kept_anew(c.shared + share.limbs + (lane / 4 & (columns - 1)) * 64 + lane % 4 * 16);
+    const uint32_t scales0 = kept_anew(c.shared + share.scales), k_first = kept_anew(share.k_first);
+    const uint32_t k_last = kept_anew(share.k_last), first_tile = kept_anew(share.tile);
+    Target target{kept_anew(share.slots), kept_anew(share.barrier)};
+    float zero = c.layer(phase / PRODUCTS).grid_zeros[product];
+    forget(zero);
     take_input(c, g, phase);
-    const uint32_t k_first = share.k_first, k_last = share.k_last;
-    const int tile_step = g.sharing.at_once;
-    const uint32_t limbs0 = c.shared + share.limbs + (lane / 4 & (columns - 1)) * 64 + lane % 4 * 16;
-    const uint32_t scales0 = c.shared + share.scales;
-    const float zero = c.layer(phase / PRODUCTS).grid_zeros[product];
+    const int tile_step = g.sharing.at_once, padded = g.tile_chunks * CHUNK_K_TILES;
 #pragma unroll 1
-    for (int tile = share.tile; tile < g.tiles; tile += tile_step) {
-      const int unit = tile >> tiles_log, within = tile & ((1 << tiles_log) - 1);
+    for (int tile = first_tile; tile < g.tiles;) {
       S sums;
       sums.clear();
       uint32_t limbs = limbs0, scale = scales0;
@@ -247,18 +268,18 @@ struct Multiplier {
           sums.add(words, limbs, columns * 64, scale, rows, these, zero);
           words += WORD_TILE_BYTES, limbs += K_TILE * columns, scale += rows * 8;
         }
-        // Its words have been multiplied by now: an arrival may overtake loads, but not what depends on them.
+        // Its words have been multiplied by now: an arrival may overtake loads, but not what depends on them. Two
+        // arrivals for each k tile of a chunk, of which an n tile's last may have fewer.
         __syncwarp();
-        if (lane == 0)
-          barrier_arrive_counted(c.empty(at.stage), 2 * (end - begin + (end == k_last ? share.missing : 0)));
+        if (lane == 0) barrier_arrive_counted(c.empty(at.stage), 2 * ((end == g.k_tiles ? padded : end) - begin));
         at.advance(c.a.at.stages);
       }
-      const int local = unit >> c.cluster_log(), owner = unit & (c.cluster() - 1);
-      const int parts = c.cluster() * g.sharing.parts;
-      const uint32_t slots = c.shared + share.slots + ((((local << tiles_log) + within) * parts) << c.rows_log()) * 256;
-      sums.leave(peer_address(slots, owner), peer_address(c.sums_barrier(buffer, local), owner), rows, zero,
+      sums.leave(target.slots, slots_of_row(c, g) * SLOT_BYTES, target.barrier, rows, zero,
                  c.factors(buffer) + MAX_ROWS);
+      tile += tile_step;
+      if (tile >= g.tiles) break;
       c.move(first, tile_step * g.tile_chunks);
+      target = target_of(c, g, product, tile);
     }
     c.move(c.ring, g.tiles * g.tile_chunks);
   }

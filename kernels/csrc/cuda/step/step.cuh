@@ -21,6 +21,7 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
+constexpr int SLOT_BYTES = N_TILE * 4;  // of a warp's part of the sums of an n tile and a row
 constexpr int WARPS = 16;  // that multiply and attend
 constexpr int FINISHERS_LOG = 1, FINISHERS = 1 << FINISHERS_LOG, STREAMS = 2;  // warps
 constexpr int THREADS = (WARPS + FINISHERS + STREAMS) * 32;
@@ -57,11 +58,11 @@ struct Geometry {
 };
 
 // What a warp has of a product, the same in all layers: made once, since it would take as long again in every phase.
-struct Share {
+struct alignas(16) Share {
   int tile, k_first, k_last;  // its first n tile, of its CTA's k tiles the first and the end
-  int missing;  // k tiles of an n tile's last chunk that are not there, where it is this warp's
-  uint32_t limbs, scales, slots;  // where its k tiles begin in the input, and its first sums, bytes
   int chunk;  // its first in the stream
+  uint32_t limbs, scales;  // where its k tiles begin in the input, bytes
+  uint32_t slots, barrier;  // of its first n tile's sums: shared addresses of the CTA that finishes them
 };
 
 // A row and key head that this CTA attends to, and its part of the keys: the same in all layers.
@@ -128,10 +129,10 @@ constexpr int EMPTY_ARRIVALS = 2 * CHUNK_K_TILES;
 // Offsets in dynamic shared memory, bytes; the ring is at 0.
 struct Memory {
   int stages;
-  int slots, slot_buffer;  // float [2][local units][n tiles of a unit][parts][rows][64], and bytes of the first
+  int slots, slot_buffer;  // float [2][local units][n tiles of a unit][rows][parts][64], and bytes of the first
   int attention;  // float [parts of attention][heads, HEADS at most][head_dim + 4]: in the place of the first slots
   int limbs, limb_buffer;  // of this CTA's k of an input, two of them: [k tile][half 2][column][t 4][16 bytes]
-  int scales, scale_buffer;  // float2 [2][k tiles][rows]
+  int scales, scale_buffer;  // of a k tile and row its scale, and the sum of its integers: [2][k tiles][rows]
   int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; uint64: when to give up; uint32
   int residual;  // float4 [local units of the hidden size][rows][16]
   int parked;  // Parked [WARPS]

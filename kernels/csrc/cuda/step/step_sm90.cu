@@ -302,7 +302,7 @@ int check_plan(const trirun_cuda_step& s) {
 
 // Bytes of the slots of one product, of all that a CTA finishes.
 int slot_bytes(const trirun_cuda_step& s, int product, int parts) {
-  return local_of(s, product) * tiles_of_unit(product) * s.cluster * parts * static_cast<int>(s.m) * 256;
+  return local_of(s, product) * tiles_of_unit(product) * s.cluster * parts * static_cast<int>(s.m) * SLOT_BYTES;
 }
 
 // How many warps share an n tile, how many n tiles are multiplied at once, and what that costs in cycles: a k tile
