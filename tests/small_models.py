@@ -149,6 +149,14 @@ def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -
     return Engine(open_runner(path, **options), max_waiting=max_waiting)
 
 
+def clips_as_configured(model: Any) -> Any:
+    """The model itself. transformers 5.17 clips gpt_oss at 7, whatever its ``swiglu_limit``."""
+    if (limit := getattr(model.config, "swiglu_limit", None)) is not None:
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = limit
+    return model
+
+
 def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, Path, Path]:
     """A model whose linear layers and experts, but for the head, are ternary, and whose norms and biases matter.
 
@@ -162,6 +170,7 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | change))).eval()
+    clips_as_configured(model)
     head = model.get_output_embeddings()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

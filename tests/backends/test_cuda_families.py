@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.small_models import FAMILIES, save_ternary
+from tests.small_models import FAMILIES, clips_as_configured, save_ternary
 from trirun_cli.checkpoint.model_dir import read_config
 from trirun_cli.errors import InputError
 from trirun_cli.models.description import decoder_shape
@@ -23,12 +23,7 @@ MODELS = FAMILIES | {
 
 
 def load_reference(path, **options):
-    """The model in transformers, of which 5.17 clips gpt_oss at 7, whatever its ``swiglu_limit``."""
-    model = AutoModelForCausalLM.from_pretrained(path, **EAGER | options).eval()
-    if (limit := getattr(model.config, "swiglu_limit", None)) is not None:
-        for layer in model.model.layers:
-            layer.mlp.experts.limit = limit
-    return model
+    return clips_as_configured(AutoModelForCausalLM.from_pretrained(path, **EAGER | options).eval())
 
 
 def error_of_rounding(path, tokens, expected):
