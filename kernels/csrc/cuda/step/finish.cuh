@@ -125,8 +125,8 @@ struct Finisher {
     return decoder::widen_pair<false>(weights) * both;
   }
 
-  // Two sums, so many bytes apart. from: shared address of this lane's first slot; count: slots of either, a multiple of
-  // four where one row is the largest clusters'.
+  // Two sums, so many bytes apart. from: address of this lane's first slot. count: slots of either, a multiple of four
+  // where one row is the largest clusters'.
   struct Added {
     float2 first, second;
   };
