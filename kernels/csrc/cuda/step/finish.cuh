@@ -391,6 +391,7 @@ struct Finisher {
       const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
                       __fdividef(1.f, share)};
       if (members_log > 0 && first_task() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
+      // Keeps warps that have no units in step, too: else they were a layer ahead, and counted in the wrong meeting.
       barrier_wait_warp(c.parts_barrier(), parts), parts ^= 1;
 #pragma unroll 1
       for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
