@@ -171,9 +171,7 @@ struct Finisher {
     float squares = (other ? second : first) + __shfl_xor_sync(~0u, other ? first : second, 16);
     uint32_t largest = 0;
     if constexpr (LIMBS == 1) {
-      const auto bits = [](float2 v) {
-        return max(__float_as_uint(v.x) & 0x7fffffffu, __float_as_uint(v.y) & 0x7fffffffu);
-      };
+      const auto bits = [](float2 v) { return magnitude_bits(make_float4(v.x, v.y, 0.f, 0.f)); };
       const uint32_t first_bits = bits(sent), second_bits = two ? bits(other_sent) : first_bits;
       largest = max(other ? second_bits : first_bits, __shfl_xor_sync(~0u, other ? first_bits : second_bits, 16));
     }
@@ -228,7 +226,7 @@ struct Finisher {
       if (first_row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
       // Kept, or the compiler would compute them anew where they are waited for.
       const uint32_t from = kept(slots + (pairs ? 2 * local : local) * tile_bytes, lane);
-      const uint32_t apart = kept(pairs ? tile_bytes : two ? FINISHERS * row_bytes : row_bytes / 2, lane);
+      const uint32_t sums_apart = kept(pairs ? tile_bytes : two ? FINISHERS * row_bytes : row_bytes / 2, lane);
       const int count = kept(halves ? parts / 2 : parts, lane);
 #pragma unroll 1
       for (int row = first_row; row < rows; row += row_step) {
@@ -242,7 +240,7 @@ struct Finisher {
         const float2 other_scales =
             weighted(two ? __shfl_sync(~0u, of_rows, (row >> FINISHERS_LOG) + 1) : factor, other_weights);
         barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
-        Added v = added(from + row * row_bytes, apart, count);
+        Added v = added(from + row * row_bytes, sums_apart, count);
         if (halves) v.first = v.first + v.second;
         float2 raw = v.first * scales + beside;
         const float2 other = v.second * other_scales + other_beside;

@@ -227,8 +227,7 @@ struct Multiplier {
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     Ring first = c.ring;
     c.move(first, c.share(product).chunk);
-    // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
-    // first chunks is more than once round ahead.
+    // Known before the input is there, or it would be waited for behind it.
     const Share share = c.share(product);
     const uint32_t limbs0 = kept_anew(c.shared + share.limbs + (lane / 4 & (columns - 1)) * 64 + lane % 4 * 16);
     const uint32_t scales0 = kept_anew(c.shared + share.scales), k_first = kept_anew(share.k_first);
@@ -236,6 +235,8 @@ struct Multiplier {
     Target target{kept_anew(share.slots), kept_anew(share.barrier)};
     float zero = c.layer(phase / PRODUCTS).grid_zeros[product];
     forget(zero);
+    // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
+    // first chunks is more than once round ahead.
     take_input(c, g, phase);
     const int tile_step = g.sharing.at_once, padded = g.tile_chunks * CHUNK_K_TILES;
 #pragma unroll 1
