@@ -2,11 +2,11 @@
 // one key head at a time. A warp takes 16 positions and up to eight query heads: keys times queries, their weights,
 // transposed values times weights. Queries and weights are two numbers of 16 bits each, so that what is rounded is what
 // the cache holds; of up to four heads (PACKED) both are in the eight columns of one product. For a cache of 8 bits
-// queries are two bytes each, and keys are multiplied as they are. Warps that finish take what comes of it
-// (finish.cuh).
+// queries are two bytes each, and keys are multiplied as they are. join.cuh puts together what warps have of it.
 #pragma once
 
 #include "division.cuh"
+#include "join.cuh"
 #include "cuda/decoder/int8.cuh"
 
 namespace trirun::step {
@@ -410,6 +410,7 @@ struct Attention {
     }
   }
 
+  // One item.
   __device__ __forceinline__ static void run(Cta& c) {
     c.begin_phase();
     const trirun_cuda_step& s = c.a.s;
@@ -427,92 +428,98 @@ struct Attention {
     };
     const auto heads = [&] { return min(group - first_head(), HEADS); };
     const auto own_values = [&] { return (c.warp() & OWN_LOG) * OWN; };
-#pragma unroll 1
-    for (int at_item = 0; at_item < c.plan().item_count; at_item++) {
-      const Item& span = c.plan().items[at_item];
-      const bool last = span.newest;
-      if (span.split >= span.splits) continue;
-      const uint32_t tiles = static_cast<uint32_t>(span.last - span.first) * TILES;
-      // Of CODES: of a position's key and value, on their way while they are.
-      const auto scale_of = [&](uint32_t tile, int k) {
-        if constexpr (!CODES) return make_float2(1.f, 1.f);
-        const int within = static_cast<int>(tile / TILES * SPAN) + position_of(static_cast<int>(tile % TILES), k);
-        const int position = min(span.first * SPAN + within, span.length - 1);
-        if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
-        const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
-        const int64_t from = cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
-        return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
+    const Item& span = c.item();
+    const bool last = span.newest;
+    const uint32_t tiles = static_cast<uint32_t>(span.last - span.first) * TILES;
+    // Of CODES: of a position's key and value, on their way while they are.
+    const auto scale_of = [&](uint32_t tile, int k) {
+      if constexpr (!CODES) return make_float2(1.f, 1.f);
+      const int within = static_cast<int>(tile / TILES * SPAN) + position_of(static_cast<int>(tile % TILES), k);
+      const int position = span.first * SPAN + min(within, span.positions - 1);
+      if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
+      const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
+      const int64_t from = cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
+      return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
+    };
+    float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
+    if (c.parked().item > 0) meet();  // the last item's queries have been read
+    Ring at = c.parked().ring;
+    c.move(at, worker() / TILES * CHUNKS);
+    at = {kept_anew(at.stage), kept_anew(at.phase)};
+    // Whether this warp has a part, as a number: a predicate would be spilled.
+    const int parts_left = kept_anew(span.parts - worker());
+    take_heads(c, layer, span, last, tag);
+    if (parts_left > 0) {
+      Attention attention;
+      attention.clear();
+      uint32_t tile = worker();
+      const auto set_free = [&](uint32_t nought) {
+        if (c.lane() != 0) return;
+        barrier_arrive_counted(c.empty(at.stage) + nought, EMPTY_ARRIVALS / TILES >> sides_log);
+        if constexpr (CHUNKS == 2) {
+          Ring next = at;
+          next.advance(c.a.at.stages);
+          barrier_arrive_counted(c.empty(next.stage) + nought, EMPTY_ARRIVALS >> sides_log);
+        }
       };
-      float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
-      if (at_item > 0) meet();  // the last item's queries have been read
-      Ring at = c.parked().ring;
-      c.move(at, worker() / TILES * CHUNKS);
-      at = {kept_anew(at.stage), kept_anew(at.phase)};
-      const bool attends = kept_anew(worker() < static_cast<uint32_t>(span.parts)) != 0;
-      const int length = kept_anew(span.length - span.first * SPAN);
-      take_heads(c, layer, span, last, tag);
-      if (attends) {
-        Attention attention;
-        attention.clear();
-        uint32_t tile = worker();
 #pragma unroll 1
-        do {
-          c.begin_phase();
-          uint32_t keys = newest(c), values = newest_values(c);
-          Ring next_chunk = at;
-          int count = fresh_of(span);
-          const bool fresh = tile == worker(), stored = tile < tiles;
-          const float2 these = first, those = second;
-          if (stored) {
-            first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
-            keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
-            count = min(length - static_cast<int>(tile / TILES) * SPAN, SPAN);
-            barrier_wait_warp(c.full(at.stage), at.phase);
-            if constexpr (CHUNKS == 2)
-              next_chunk.advance(c.a.at.stages), barrier_wait_warp(c.full(next_chunk.stage), next_chunk.phase);
-          }
-          values += own_values() * BYTES;
-          const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
-          const auto scales = [&](float2 of_stored, int k) {
-            if (!CODES || stored) return of_stored;
-            return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);
-          };
-          const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
-          attention.add(keys, values, next, stored ? static_cast<int>(tile % TILES) : 0,
-                        c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, own, other, fresh);
-          if (!stored) break;
-          // The arrival must not overtake the loads: it depends on what was made of the last ones.
-          uint32_t loaded = 0;
-#pragma unroll
-          for (int i = 0; i < 4; i++) loaded |= __float_as_uint(attention.value[OWN / 16 - 1][i]);
-          __syncwarp();
-          loaded &= c.a.nought;
-          if (c.lane() == 0) {
-            barrier_arrive_counted(c.empty(at.stage) + loaded, EMPTY_ARRIVALS / TILES >> sides_log);
-            if (CHUNKS == 2) barrier_arrive_counted(c.empty(next_chunk.stage) + loaded, EMPTY_ARRIVALS >> sides_log);
-          }
-          c.move(at, (workers + tile % TILES) / TILES * CHUNKS);
-          tile += workers;
-        } while (tile < tiles + last);
-        const auto scores = [&](int warp) { return c.shared + c.a.at.highest + warp * HEADS * 4; };
-        attention.tell(scores(c.warp()));
-        meet_after_reading();
+      for (;;) {
         c.begin_phase();
-        const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
-        attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, span.parts);
-        attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
+        // Read for every tile: there is no register to keep it in.
+        const int positions = span.positions;
+        uint32_t keys = newest(c), values = newest_values(c);
+        Ring next_chunk = at;
+        int count = fresh_of(span);
+        const bool fresh = tile == worker(), stored = tile < tiles;
+        const float2 these = first, those = second;
+        if (stored) {
+          first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
+          keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
+          count = min(positions - static_cast<int>(tile / TILES) * SPAN, SPAN);
+          barrier_wait_warp(c.full(at.stage), at.phase);
+          if constexpr (CHUNKS == 2)
+            next_chunk.advance(c.a.at.stages), barrier_wait_warp(c.full(next_chunk.stage), next_chunk.phase);
+        }
+        values += own_values() * BYTES;
+        const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
+        const auto scales = [&](float2 of_stored, int k) {
+          if (!CODES || stored) return of_stored;
+          return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);
+        };
+        const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
+        attention.add(keys, values, next, stored ? static_cast<int>(tile % TILES) : 0,
+                      c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, own, other, fresh);
+        if (tile + workers >= static_cast<uint32_t>(span.tiles)) break;
+        // The arrival must not overtake the loads: it depends on what was made of the last ones.
+        uint32_t loaded = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) loaded |= __float_as_uint(attention.value[OWN / 16 - 1][i]);
         __syncwarp();
-      } else {
-        have_read();
+        set_free(loaded & c.a.nought);
+        c.move(at, (workers + tile % TILES) / TILES * CHUNKS);
+        tile += workers;
       }
-      if (c.lane() == 0) {
-        barrier_arrive(c.parts_barrier());
-        Ring ring = c.parked().ring;
-        c.move(ring, (span.last - span.first) * CHUNKS);
-        c.parked().ring = ring;
-      }
+      const auto scores = [&](int warp) { return c.shared + c.a.at.highest + warp * HEADS * 4; };
+      attention.tell(scores(c.warp()));
+      meet_after_reading();
+      c.begin_phase();
+      const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
+      attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, span.parts);
+      attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
       __syncwarp();
+      if (c.lane() == 0) barrier_arrive(c.parts_barrier());
+      // Not before: others wait for the part. What was made of the last loads has been stored by now.
+      if (tile < static_cast<uint32_t>(span.tiles - span.newest)) set_free(0);
+    } else {
+      have_read();
+      if (c.lane() == 0) barrier_arrive(c.parts_barrier());
     }
+    if (c.lane() == 0) {
+      Ring ring = c.parked().ring;
+      c.move(ring, (span.last - span.first) * CHUNKS);
+      c.parked().ring = ring;
+    }
+    __syncwarp();
   }
 };
 

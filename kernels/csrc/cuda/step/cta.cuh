@@ -23,6 +23,7 @@ __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 struct Parked {
   uint32_t phase;
   Ring ring;
+  int item;
 };
 
 // ONE: of a step of one row by the largest clusters, the usual one. To look these up takes instructions in every phase.
@@ -79,7 +80,14 @@ struct CtaOf {
   }
   __device__ __forceinline__ Parked& parked() const { return at<Parked>(a.at.parked)[warp()]; }
   __device__ __forceinline__ void park(uint32_t phase) const {
-    if (lane() == 0) parked() = {phase, ring};
+    if (lane() == 0) parked() = {phase, ring, 0};
+    __syncwarp();
+  }
+  // The item in hand, of this CTA's.
+  __device__ __forceinline__ const Item& item() const { return plan().items[parked().item]; }
+  __device__ __forceinline__ bool has_item() const { return parked().item < plan().item_count; }
+  __device__ __forceinline__ void next_item() const {
+    if (lane() == 0) parked().item++;
     __syncwarp();
   }
   __device__ __forceinline__ uint32_t unpark() {
@@ -107,6 +115,11 @@ struct CtaOf {
     return at<Share>(a.at.shares)[product * WARPS + warp()];
   }
   __device__ __forceinline__ const AttentionPlan& plan() const { return *at<const AttentionPlan>(a.at.plan); }
+
+  // Of the barriers of attention's parts and of what CTAs put together, which every item of every layer goes through.
+  __device__ __forceinline__ int item_parity(int layer, int item) const {
+    return (layer * plan().item_count + item) & 1;
+  }
 
   __device__ __forceinline__ void move(Ring& at, int chunks) const {
     at.stage += chunks;
@@ -136,7 +149,7 @@ __device__ __forceinline__ Input input_of(const StepArgs& a, const trirun_cuda_s
   switch (product) {
     case QKV: return {a.x_attention, a.x_attention_headers, units, layer.attention_norm};
     case O:
-      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * MAX_SPLITS * FINISHERS,
+      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * MAX_SPLITS * JOINERS,
               layer.attention_sub_norm};
     case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, layer.mlp_norm};
     default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm};

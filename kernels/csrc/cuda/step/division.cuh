@@ -91,7 +91,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   for (int row = 0; row < static_cast<int>(s.m); row++) {
     const int splits = max(1, min(division.splits, ceil_div(length_of(row), of_split))), givers = splits << log;
     const int given = splits == 1 ? words >> log : share_of(givers);
-    plan.rows[row] = {splits, givers, min(FINISHERS, ceil_div(given, 32))};
+    plan.rows[row] = {splits, givers, min(JOINERS, ceil_div(given, 32))};
   }
   int count = 0;
   // CTAs beyond the last whole group of splits have nothing to do.
@@ -100,20 +100,20 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     const int first_row = first_of(item.row);
     item.position = max(s.positions[item.row], 0), item.fresh = item.row - first_row + 1;
-    item.length = length_of(item.row);
     const RowSplits of_row = plan.rows[item.row];
     item.split = split, item.splits = of_row.splits;
     item.member = static_cast<int>(blockIdx.x) & ((1 << log) - 1), item.giver = (split << log) + item.member;
-    const int spans = ceil_div(item.length, SPAN), part = min(item.giver, of_row.givers);
+    const int length = length_of(item.row), spans = ceil_div(length, SPAN), part = min(item.giver, of_row.givers);
     item.first = spans * part / of_row.givers;
     item.last = spans * min(part + 1, of_row.givers) / of_row.givers;
+    item.positions = length - item.first * SPAN;
     item.newest = item.giver == of_row.givers - 1;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
-    const int tiles = (item.last - item.first) * (SPAN / TILE_POSITIONS);
-    item.parts = min(workers, tiles + item.newest);
+    item.tiles = (item.last - item.first) * (SPAN / TILE_POSITIONS) + item.newest;
+    item.parts = min(workers, item.tiles);
     item.first_word = min(share_of(of_row.givers) * item.giver, words);
     item.last_word = min(item.first_word + share_of(of_row.givers), words);
-    plan.items[count++] = item;
+    if (item.split < item.splits) plan.items[count++] = item;
   }
   plan.item_count = count, plan.members_log = log;
 }

@@ -1,10 +1,14 @@
-// Attention's parts, each over some of the keys, and how they are put together: a finishing warp joins those of its
-// CTA's warps, whoever reads the result those of the splits where they are few, and else a CTA of each split its share.
+// Attention's parts, each over some of the keys, and how they are put together: joining warps add up those of their CTA
+// (join.cuh), whoever reads the result those of the splits where they are few, and else a CTA of each split its share.
 #pragma once
 
 #include "cta.cuh"
 
 namespace trirun::step {
+
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 
 constexpr float NOTHING = -1e30f;  // a score below all others, of which differences are numbers
 
@@ -75,15 +79,15 @@ struct Parts {
 #pragma unroll
     for (int offset = 1; offset < SPLITS_AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
     most = fmaxf(most, part.most);
-    const float factor = there ? exp2_approximate(header.x - most) : 0.f, weights = factor * header.y;
-    if (first > 0) part.rescale(most);
-    part.most = most;
+    const float factor = there ? exp2_approximate(header.x - most) : 0.f;
+    float weights = factor * header.y;
 #pragma unroll
-    for (int i = 0; i < SPLITS_AT_ONCE; i++) {
-      const int from = (lane & ~(SPLITS_AT_ONCE - 1)) + i;
-      part.add_values(in[i].values(), __shfl_sync(~0u, factor, from));
-      part.weights += __shfl_sync(~0u, weights, from);
-    }
+    for (int offset = 1; offset < SPLITS_AT_ONCE; offset *= 2) weights += __shfl_xor_sync(~0u, weights, offset);
+    if (first > 0) part.rescale(most);
+    part.most = most, part.weights += weights;
+#pragma unroll
+    for (int i = 0; i < SPLITS_AT_ONCE; i++)
+      part.add_values(in[i].values(), __shfl_sync(~0u, factor, (lane & ~(SPLITS_AT_ONCE - 1)) + i));
   }
 };
 

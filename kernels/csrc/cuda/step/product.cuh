@@ -30,30 +30,34 @@ struct Sums {
   // Products of 128 k are: 255 * 128 * 128.
   static constexpr int FLOAT_ZERO = 0x4b400000;
 
-  // Row block j (4^j times too large; of EXACT with those before it), rows r and r + 8, token.
+  // Row block j (4^j times too large; but of GROUPS with those before it), rows r and r + 8, token.
   typename Base::Sum sum[4][2][TOKENS];
   float x_sum[TOKENS];  // of x, which the zero point multiplies: not of GROUPS
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 8 * TOKENS; i++) (&sum[0][0][0])[i] = 0;
+    for (int i = 0; i < 8 * TOKENS; i++) (&sum[0][0][0])[i] = 0, forget((&sum[0][0][0])[i]);
 #pragma unroll
-    for (int e = 0; e < TOKENS; e++) x_sum[e] = 0.f;
+    for (int e = 0; e < TOKENS; e++) x_sum[e] = 0.f, forget(x_sum[e]);
   }
 
   // One k tile. words: shared address of this lane's 16 bytes of its first block of 32 k. limbs: of this lane's column
-  // and bytes; half: bytes from the first two blocks to the others. scales: of its float2 of the first row.
-  __device__ __forceinline__ void add(uint32_t words, uint32_t limbs, uint32_t half, uint32_t scales, int tokens,
-                                      const RowScales& rows, float zero) {
+  // and bytes; half: bytes from the first two blocks to the others. following, b: the first of both, loaded before; if
+  // there is `more`, afterwards those of the next k tile. scales: of its float2 of the first row.
+  __device__ __forceinline__ void add(uint4& following, uint4& b, bool more, uint32_t words, uint32_t limbs,
+                                      uint32_t half, uint32_t scales, int tokens, const RowScales& rows, float zero) {
     int c[4][4];
-    uint4 following = load_shared4(words);
-    uint4 b{};
+    const uint4 first_b = b;
+    const uint4 w0 = following, w1 = load_shared4(words + 512), upper = load_shared4(limbs + half);
+    const uint4 w2 = load_shared4(words + 1024);
+    uint4 w3{};
 #pragma unroll
     for (int block = 0; block < 4; block++) {
-      const uint4 w = following;
-      if (block % 2 == 0) b = load_shared4(limbs + block / 2 * half);
-      if (block < 3) following = load_shared4(words + (block + 1) * 512);
-      const uint32_t b0 = block % 2 ? b.z : b.x, b1 = block % 2 ? b.w : b.y;
+      const uint4 w = block == 0 ? w0 : block == 1 ? w1 : block == 2 ? w2 : w3;
+      if (block == 1) w3 = load_shared4(words + 1536);
+      if (block == 2 && more) following = load_shared4(words + WORD_TILE_BYTES), b = load_shared4(limbs + 2 * half);
+      const uint32_t b0 = block == 0 ? first_b.x : block == 1 ? first_b.z : block == 2 ? upper.x : upper.z;
+      const uint32_t b1 = block == 0 ? first_b.y : block == 1 ? first_b.w : block == 2 ? upper.y : upper.w;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         uint32_t a[4];
@@ -80,24 +84,23 @@ struct Sums {
 
   // A k tile's products of token e, times its scale.
   __device__ __forceinline__ void scale(const int (&c)[4][4], int e, float2 s, const RowScales& rows, float zero) {
+    // 256 times the high limb's and the low one's, rounded once: both came with FLOAT_ZERO, a multiple of 256.
+    const auto both = [&](int j, int h) {
+      const auto of = [&](int i) { return __uint_as_float(static_cast<uint32_t>(c[j][2 * h + i])); };
+      return fmaf(of(0), 256.f, -257.f * ROUNDER) + of(1);
+    };
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float zero_sum = GROUPS ? (ZEROS ? s.y : zero * s.y) : 0.f;
-      const auto of = [&](int j, int i) {
-        return __uint_as_float(static_cast<uint32_t>(j < 0 ? FLOAT_ZERO : c[j][i]));
-      };
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const auto own = [&](int i) { return of(j, i) - of(j - 1, i); };
         auto& to = sum[j][h][e];
         if constexpr (GROUPS) {
-          const float v = LIMBS == 2 ? fmaf(own(2 * h), 256.f, own(2 * h + 1)) : own(2 * h + e);
+          const float v = j > 0 ? both(j, h) - both(j - 1, h) : both(j, h);
           const float row_zero = ZEROS ? Base::half_of(rows.zeros, j, h) : 1.f;
           to += Base::half_of(rows.scales, j, h) * (s.x * v - row_zero * zero_sum);
-        } else if constexpr (LIMBS == 2) {
-          to = fmaf(256.f * s.x, own(2 * h), fmaf(s.x, own(2 * h + 1), to));
         } else {
-          to = fmaf(s.x, own(2 * h + e), to);
+          to = fmaf(s.x, both(j, h), to);
         }
         zero_sum *= 4.f;
       }
@@ -116,7 +119,7 @@ struct Sums {
       const float x_scale = EXACT ? x_scales[token] : 1.f;
       const float zero_sum = GROUPS ? 0.f : zero * x_sum[e];
       const auto value = [&](int j, int h) {
-        const auto own = EXACT && j > 0 ? sum[j][h][e] - sum[j - 1][h][e] : sum[j][h][e];
+        const auto own = !GROUPS && j > 0 ? sum[j][h][e] - sum[j - 1][h][e] : sum[j][h][e];
         return static_cast<float>(own) * (gemm_decode::quarter_power(j) * x_scale) - zero_sum;
       };
       const uint32_t to = slots + token * apart + lane / 4 * 16;
@@ -233,16 +236,20 @@ struct Multiplier {
     const uint32_t scales0 = kept_anew(c.shared + share.scales), k_first = kept_anew(share.k_first);
     const uint32_t k_last = kept_anew(share.k_last), first_tile = kept_anew(share.tile);
     Target target{kept_anew(share.slots), kept_anew(share.barrier)};
+    const uint32_t words0 = kept_anew(c.shared + lane * 16), barriers = kept_anew(c.full(0));
+    const uint32_t first_words = kept_anew(words0 + share.k_first % CHUNK_K_TILES * WORD_TILE_BYTES);
+    const uint32_t first_end = kept_anew(min((share.k_first / CHUNK_K_TILES + 1) * CHUNK_K_TILES, share.k_last));
+    const int tiles = kept_anew(g.tiles);
     float zero = c.layer(phase / PRODUCTS).grid_zeros[product];
     forget(zero);
+    S sums;
+    sums.clear();
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
     // first chunks is more than once round ahead.
     take_input(c, g, phase);
-    const int tile_step = g.sharing.at_once, padded = g.tile_chunks * CHUNK_K_TILES;
+    const int padded = g.tile_chunks * CHUNK_K_TILES;
 #pragma unroll 1
-    for (int tile = first_tile; tile < g.tiles;) {
-      S sums;
-      sums.clear();
+    for (int tile = first_tile; tile < tiles;) {
       uint32_t limbs = limbs0, scale = scales0;
       // Of GROUPS, scales and zero points of the next k tile, on their way while one is multiplied.
       const int n = g.n_tiles * N_TILE;
@@ -257,30 +264,42 @@ struct Multiplier {
       };
       if constexpr (S::GROUPS) next_rows(k_first < k_last);
       Ring at = first;
+      uint32_t k = k_first, end = first_end, base = first_words;
 #pragma unroll 1
-      for (uint32_t k = k_first; k < k_last;) {
-        const uint32_t begin = k, end = min((k / CHUNK_K_TILES + 1) * CHUNK_K_TILES, k_last);
-        uint32_t words = c.shared + at.stage * STAGE_BYTES + k % CHUNK_K_TILES * WORD_TILE_BYTES + lane * 16;
-        barrier_wait_warp(c.full(at.stage), at.phase);
+      do {
+        const uint32_t begin = k, barrier = barriers + at.stage * 8;
+        uint32_t words = base + at.stage * STAGE_BYTES;
+        uint4 w{}, b{};
+        if (begin < end) {
+          barrier_wait_warp(barrier, at.phase);
+          w = load_shared4(words), b = load_shared4(limbs);
+        }
 #pragma unroll 1
         for (; k < end; k++) {
           const typename S::RowScales these = row_scales;
           if constexpr (S::GROUPS) next_rows(k + 1 < k_last);
-          sums.add(words, limbs, columns * 64, scale, rows, these, zero);
+          sums.add(w, b, k + 1 < end, words, limbs, columns * 64, scale, rows, these, zero);
           words += WORD_TILE_BYTES, limbs += K_TILE * columns, scale += rows * 8;
         }
+        // Before the stage is set free: others wait for the sums.
+        if (k >= k_last)
+          sums.leave(target.slots, slots_of_row(c, g) * SLOT_BYTES, target.barrier, rows, zero,
+                     c.factors(buffer) + MAX_ROWS);
         // Its words have been multiplied by now: an arrival may overtake loads, but not what depends on them. Two
         // arrivals for each k tile of a chunk, of which an n tile's last may have fewer.
         __syncwarp();
-        if (lane == 0) barrier_arrive_counted(c.empty(at.stage), 2 * ((end == g.k_tiles ? padded : end) - begin));
+        if (begin < end && lane == 0)
+          barrier_arrive_counted(barrier + c.a.at.stages * 8, 2 * ((end == g.k_tiles ? padded : end) - begin));
         at.advance(c.a.at.stages);
-      }
-      sums.leave(target.slots, slots_of_row(c, g) * SLOT_BYTES, target.barrier, rows, zero,
-                 c.factors(buffer) + MAX_ROWS);
-      tile += tile_step;
-      if (tile >= g.tiles) break;
-      c.move(first, tile_step * g.tile_chunks);
-      target = target_of(c, g, product, tile);
+        base = words0, end = min(end + CHUNK_K_TILES, k_last);
+      } while (k < k_last);
+      // As the compiler does not know, or it would find what the next n tile needs before the first one.
+      const uint32_t step = kept_anew(g.sharing.at_once);
+      tile += step;
+      if (tile >= tiles) break;
+      sums.clear();
+      c.move(first, step * g.tile_chunks);
+      target = target_of(c, g, kept_anew(product), tile);
     }
     c.move(c.ring, g.tiles * g.tile_chunks);
   }

@@ -3,9 +3,9 @@
 // CTAs are clusters of up to eight, one CTA to a multiprocessor, all of them resident at once. A cluster owns units (n
 // tiles, of gate and up pairs of them) of every weight, and each of its CTAs a part of their k; its CTAs finish the
 // units in turn. Warps have roles, each with a loop of its own: sixteen take a product's input, multiply and attend,
-// two finish units and what attention's warps have, and two stream weights, keys and values, in the order in which they
-// are needed, through a ring in shared memory, past every wait. What one phase hands to the next goes through
-// messages.cuh.
+// four of which put attention's output together; two finish units; and two stream weights, keys and values, in the
+// order in which they are needed, through a ring in shared memory, past every wait. What one phase hands to the next
+// goes through messages.cuh.
 //
 // Time goes to instructions and to waits, not to bytes: code that runs once a layer is not in the nearest caches, and
 // registers that are spilled are read from L2, since shared memory leaves L1 no room (kernels/LOG.md).
@@ -24,6 +24,7 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
 constexpr int SLOT_BYTES = N_TILE * 4;  // of a warp's part of the sums of an n tile and a row
 constexpr int WARPS = 16;  // that multiply and attend
 constexpr int FINISHERS_LOG = 1, FINISHERS = 1 << FINISHERS_LOG, STREAMS = 2;  // warps
+constexpr int JOINERS = 4;  // warps of those that attend, which put their parts together
 constexpr int THREADS = (WARPS + FINISHERS + STREAMS) * 32;
 constexpr int CHUNK_K_TILES = 4;  // of one n tile: what the stream brings at once
 constexpr int CHUNK_BYTES = CHUNK_K_TILES * WORD_TILE_BYTES;
@@ -70,9 +71,10 @@ struct Item {
   int row, kv_head, slot, position;
   int fresh;  // rows of this sequence up to this one: their keys and values are not in the cache yet
   int split, splits, member;  // of the keys, and of the CTAs that share a split
-  int first, last, length;  // spans (division.cuh) from first to last; length: of the cache
+  int first, last, positions;  // spans (division.cuh) from first to last; of the cache, from there on
   bool newest;  // whether it has the new keys, too
   int page;  // that of the position
+  int tiles;  // of a warp each at a time: of the cache, and one of the new keys
   int parts;  // warps that have a part of the keys
   int giver, first_word, last_word;  // of the key head's output, which this CTA makes of all splits' parts
 };

@@ -156,12 +156,14 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     barrier_init_fence();
     fence_async_shared();
   }
-  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, Cta>::make_share(c, c.lane());
-  if (warp == 1) plan_items<HD, ELEMENT>(c);
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
     c.template at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
   if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
+  __syncthreads();
+  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, Cta>::make_share(c, c.lane());
+  if (warp == 1) plan_items<HD, ELEMENT>(c);
+  if (warp >= WARPS && warp < WARPS + FINISHERS) Finisher<LIMBS, GROUPS, Cta>(c).begin();  // on its way meanwhile
   __syncthreads();
   cluster_arrive();
   cluster_wait();
@@ -173,13 +175,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       Multiplier<LIMBS, SCALE, Cta>::run(c, phase);
       if (phase % PRODUCTS != QKV) continue;
       c.park(phase);
-      Attention<HD, ELEMENT, PACKED, Cta>::run(c);
+#pragma unroll 1
+      for (; c.has_item(); c.next_item()) {
+        Attention<HD, ELEMENT, PACKED, Cta>::run(c);
+        if (c.warp() >= WARPS - JOINERS) Joiner<Cta>{c}.run();
+      }
       phase = c.unpark();
     }
   } else {
     if (warp < WARPS + FINISHERS) {
       Finisher<LIMBS, GROUPS, Cta> finisher(c);
-      finisher.begin();
 #pragma unroll 1
       for (uint32_t phase = 0; phase < phases; phase++) {
         finisher.run(phase);
@@ -453,7 +458,7 @@ struct Messages {
     x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE * HEADER_WORDS);
     qkv = take((s.heads + 2 * s.kv_heads) * s.head_dim / 4);
     partial = take(s.kv_heads * MAX_SPLITS * group * (s.head_dim / 4 + 1));
-    attended = take(q_words), attended_headers = take(s.kv_heads * MAX_SPLITS * FINISHERS * HEADER_WORDS);
+    attended = take(q_words), attended_headers = take(s.kv_heads * MAX_SPLITS * JOINERS * HEADER_WORDS);
     gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE * HEADER_WORDS);
     end = at;
   }

@@ -1,0 +1,180 @@
+// Warps that put attention's output together, some of those that attend: they add up what their CTA's warps have of a
+// key head, share it with the cluster's CTAs where these share its keys, and join the splits' parts or leave that to
+// readers.
+#pragma once
+
+#include "parts.cuh"
+
+namespace trirun::step {
+
+template <typename Cta>
+struct Joiner {
+  Cta& c;
+
+  __device__ __forceinline__ int joiner() const { return c.warp() - (WARPS - JOINERS); }
+
+  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane. A warp's
+  // part is the words of a head, then its header, head by head.
+  __device__ __forceinline__ Part joined(int word, int parts, int stride) const {
+    const int head = word >> c.a.head_words_log;
+    const uint32_t of_parts = c.shared + c.a.at.attention;
+    uint32_t from = of_parts + (word + head) * 16;
+    uint32_t header = of_parts + (((head + 1) << c.a.head_words_log) + head) * 16;
+    Part part;
+    if (parts > 0) part.most = load_shared_float(header);  // a split may have no keys
+    const auto values = [&](int i) { return load_shared_float4(from + i * stride); };
+    const auto weights = [&](int i) { return load_shared_float(header + 4 + i * stride); };
+    const auto add_four = [&](int i) {
+      part.values = part.values + ((values(i) + values(i + 1)) + (values(i + 2) + values(i + 3)));
+      part.weights += (weights(i) + weights(i + 1)) + (weights(i + 2) + weights(i + 3));
+    };
+    // Of several rows there are no registers for more.
+    constexpr int AT_ONCE = Cta::ONE_ROW ? 8 : 4;
+#pragma unroll 1
+    for (; parts >= AT_ONCE; parts -= AT_ONCE, from += AT_ONCE * stride, header += AT_ONCE * stride)
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i += 4) add_four(i);
+    if (AT_ONCE > 4 && parts >= 4) add_four(0), parts -= 4, from += 4 * stride, header += 4 * stride;
+#pragma unroll 1
+    for (; parts > 0; parts--, from += stride, header += stride)
+      part.values = part.values + values(0), part.weights += weights(0);
+    return part;
+  }
+
+  // The CTAs of a cluster that share an item, and put together what they have of its output: each a share of its words.
+  struct Team {
+    int log, member, share, head_words_log;
+    uint32_t buffer;  // shared address, of every CTA
+    float of_share;  // 1 / share
+
+    __device__ __forceinline__ int stride() const { return shared_stride(share, 1 << head_words_log); }
+    __device__ __forceinline__ int first_head(int owner) const { return (owner * share) >> head_words_log; }
+    __device__ __forceinline__ int bytes() const {
+      const int heads = (((member + 1) * share - 1) >> head_words_log) - first_head(member) + 1;
+      return (share + heads) << log << 4;
+    }
+  };
+
+  // A word of what this CTA has, to the CTA that puts it together; with the first of a head its header.
+  __device__ __forceinline__ void share_word(const Team& team, int word, const Part& part) const {
+    const int owner = static_cast<int>((static_cast<float>(word) + 0.5f) * team.of_share);
+    const int within = word - owner * team.share, head = word >> team.head_words_log;
+    const int rank = (c.rank() & ~((1 << team.log) - 1)) | owner;
+    const uint32_t to = peer_address(team.buffer + team.member * team.stride() * 16, rank);
+    const uint32_t barrier = peer_address(c.together_barrier(), rank);
+    store_peer_counted(to + within * 16, part.values, barrier);
+    if (within == 0 || word == head << team.head_words_log)
+      store_peer_counted(to + (team.share + head - team.first_head(owner)) * 16,
+                         make_float4(part.most, part.weights, 0.f, 0.f), barrier);
+  }
+
+  // What all of them have of one of this CTA's words. As many neighbouring lanes as there may be CTAs want words of one
+  // head, and have a header each.
+  __device__ __forceinline__ Part shared_part(const Team& team, int within) const {
+    constexpr int LANES = SPLITS_AT_ONCE;
+    static_assert(LANES >= MAX_CLUSTER && may_be_together(LANES, 0) && !may_be_together(LANES, 1));
+    const int lane = c.lane(), members = 1 << team.log, mine = lane % LANES;
+    const int head = ((team.member * team.share + within) >> team.head_words_log) - team.first_head(team.member);
+    const uint32_t from = team.buffer + within * 16, step = team.stride() * 16;
+    const bool there = mine < members;
+    const float2 header = load_shared_float2(team.buffer + (there ? mine : 0) * step + (team.share + head) * 16);
+    Part part;
+    part.most = header.x;
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset *= 2)
+      part.most = fmaxf(part.most, __shfl_xor_sync(~0u, part.most, offset));
+    const float factor = there ? exp2_approximate(header.x - part.most) : 0.f, weights = factor * header.y;
+#pragma unroll 2
+    for (int i = 0; i < members; i++) {
+      const int of_member = (lane & ~(LANES - 1)) + i;
+      part.add_values(load_shared_float4(from + i * step), __shfl_sync(~0u, factor, of_member));
+      part.weights += __shfl_sync(~0u, weights, of_member);
+    }
+    return part;
+  }
+
+  // An item, from what this CTA's warps have of it to what the output projection reads.
+  __device__ __forceinline__ void run() const {
+    c.begin_phase();
+    const int index = c.parked().phase / PRODUCTS;
+    const trirun_cuda_step_layer& layer = c.layer(index);
+    const uint32_t tag = c.tag(index);
+    const Item& span = c.item();
+    const bool headers = sends_attended_headers(c.a.s);
+    const int members_log = c.plan().members_log;
+    const int splits = span.splits, lane = c.lane(), parity = c.item_parity(index, c.parked().item);
+    const Parts of_row{c, span.row, span.kv_head};
+    const int words = of_row.words();
+    float4* split_words = of_row.of_split(span.split);
+    float squares = 0.f;
+    uint32_t largest = 0;
+    const auto give = [&](int word, const Part& part) {
+      const float4 v = part.attended();
+      float4 sent = v;
+      const uint32_t at = span.kv_head * words + word;
+      if (layer.attention_sub_norm != nullptr) {
+        const float* norm = layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2;
+        const float2 low = load_constant2(norm), high = load_constant2(norm + 8);
+        sent = make_float4(v.x * low.x, v.y * low.y, v.z * high.x, v.w * high.y);
+      }
+      send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, reordered(sent), tag);
+      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+      largest = max(largest, magnitude_bits(sent));
+    };
+    // The output of all keys, or a part for whoever joins the splits.
+    const auto hand = [&](int word, const Part& part) {
+      if (splits == 1) return give(word, part);
+      send(split_words + word, part.values, tag);
+      const int head = word >> c.a.head_words_log;
+      if (word == head << c.a.head_words_log)
+        send(split_words + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
+    };
+    const int share = words >> members_log, parts_of_item = kept(span.parts, lane);
+    const int part_bytes = min(c.a.group, HEADS) * part_floats(c.a.s.head_dim) * 4;
+    const int stride = kept(part_bytes << groups_log_of(c.a.group), lane);
+    const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
+                    __fdividef(1.f, share)};
+    if (members_log > 0 && joiner() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
+    barrier_wait_warp(c.parts_barrier(), parity);
+#pragma unroll 1
+    for (int word = joiner() * 32 + lane; word < words; word += JOINERS * 32) {
+      const Part part = joined(word, parts_of_item, stride);
+      if (members_log > 0)
+        share_word(team, word, part);
+      else
+        hand(word, part);
+    }
+    if (members_log > 0) {
+      barrier_wait_warp(c.together_barrier(), parity);
+#pragma unroll 1
+      for (int base = joiner() * 32; base < share; base += JOINERS * 32) {
+        const bool mine = base + lane < share;
+        const int within = mine ? base + lane : base;
+        const Part part = shared_part(team, within);
+        if (mine) hand(span.member * share + within, part);
+      }
+    }
+    if (splits > 1 && !joined_by_readers(c, span.row)) {
+#pragma unroll 1
+      for (int base = span.first_word + joiner() * 32; base < span.last_word; base += JOINERS * 32) {
+        const bool mine = base + lane < span.last_word;
+        const int word = mine ? base + lane : base;
+        Part part;
+#pragma unroll 1
+        for (int split = 0; split < splits; split += SPLITS_AT_ONCE) of_row.join(part, word, split, splits, mine, tag);
+        if (mine) give(word, part);
+      }
+    }
+    const RowSplits of_header = c.plan().rows[span.row];
+    if (!headers || joiner() >= of_header.giving_warps) return;
+    squares = decoder::warp_sum(squares);
+    largest = __reduce_max_sync(~0u, largest);
+    float4* to =
+        c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
+                                (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + joiner()) *
+                                   HEADER_WORDS;
+    if (lane == 0) send(to, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+  }
+};
+
+}  // namespace trirun::step
