@@ -24,17 +24,11 @@ struct Joiner {
     if (parts > 0) part.most = load_shared_float(header);  // a split may have no keys
     const auto values = [&](int i) { return load_shared_float4(from + i * stride); };
     const auto weights = [&](int i) { return load_shared_float(header + 4 + i * stride); };
-    const auto add_four = [&](int i) {
-      part.values = part.values + ((values(i) + values(i + 1)) + (values(i + 2) + values(i + 3)));
-      part.weights += (weights(i) + weights(i + 1)) + (weights(i + 2) + weights(i + 3));
-    };
-    // Of several rows there are no registers for more.
-    constexpr int AT_ONCE = Cta::ONE_ROW ? 8 : 4;
 #pragma unroll 1
-    for (; parts >= AT_ONCE; parts -= AT_ONCE, from += AT_ONCE * stride, header += AT_ONCE * stride)
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i += 4) add_four(i);
-    if (AT_ONCE > 4 && parts >= 4) add_four(0), parts -= 4, from += 4 * stride, header += 4 * stride;
+    for (; parts >= 4; parts -= 4, from += 4 * stride, header += 4 * stride) {
+      part.values = part.values + ((values(0) + values(1)) + (values(2) + values(3)));
+      part.weights += (weights(0) + weights(1)) + (weights(2) + weights(3));
+    }
 #pragma unroll 1
     for (; parts > 0; parts--, from += stride, header += stride)
       part.values = part.values + values(0), part.weights += weights(0);
