@@ -90,6 +90,15 @@ def trirun(capsys, monkeypatch):
     return run
 
 
+@pytest.fixture
+def small_cache(monkeypatch):
+    """For benchmarks whose figures nobody reads: a last-level cache that four copies of a small matrix outlast, and not
+    thousands of them."""
+    from trirun_cli.bench import timing
+
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 14)
+
+
 @pytest.fixture(scope="session")
 def _indexes():
     return {}

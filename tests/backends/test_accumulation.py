@@ -90,7 +90,7 @@ def test_only_models_in_float16():
         use_fp16_sums(module)
 
 
-def test_bench_with_fp16_sums(trirun):
+def test_bench_with_fp16_sums(trirun, small_cache):
     quick = ("bench", "kernels", "--shapes", "64x256", "--m", "3", "--seconds", "0.001", "--device", "cpu", "-q")
     code, out, _ = trirun(*quick, "--accumulate", "fp16", "--dtype", "float16")
     assert code == 0 and "64 × 256" in out

@@ -10,7 +10,7 @@ from trirun_cli.errors import CheckFailed
 
 
 @pytest.fixture(autouse=True)
-def small_picture(monkeypatch):
+def small_picture(monkeypatch, small_cache):
     monkeypatch.setattr(f16acc_bench, "PICTURE_N", 64)
     monkeypatch.setattr(f16acc_bench, "PICTURE_K", 2048)
 

@@ -11,13 +11,15 @@ from trirun_kernels.weights.spec import QuantSpec
 
 from trirun_cli.bench import f16acc as f16acc_bench
 from trirun_cli.bench import kernels as kernel_bench
+from trirun_cli.bench import timing
 from trirun_cli.bench.shapes import load_shapes, parse_shapes
-from trirun_cli.bench.timing import copies, from_memory, interleaved
+from trirun_cli.bench.timing import cache_bytes, copies, from_memory, interleaved
 from trirun_cli.commands.bench.measuring import busy, check_measuring, positive_numbers
 from trirun_cli.commands.shared.options import check_output
 from trirun_cli.errors import CheckFailed, InputError, UsageError
 from trirun_cli.models.synthetic import random_ternary
 
+pytestmark = pytest.mark.usefixtures("small_cache")
 CPU = torch.device("cpu")
 QUICK = ("--shapes", "128x256,70x200", "--seconds", "0.001", "--device", "cpu", "-q")
 
@@ -192,7 +194,12 @@ def test_every_weight_copy_is_called_every_round():
     assert seen.count(1) == timings["a"].rounds and timings["a"].median > 0
 
 
-def test_copies_outlast_the_cache():
+def test_caches_count_from_32_to_128_mib():
+    assert 32 << 20 <= cache_bytes(CPU) <= 128 << 20
+
+
+def test_copies_outlast_the_cache(monkeypatch):
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 128 << 20)
     assert copies(1 << 30, CPU) == 2
     assert copies(1, CPU) == 4096
     # A layer of TriLM 99M: 64 copies of it would stay in a cache of 32 MiB, and be read faster than memory is; of the
