@@ -92,8 +92,7 @@ def trirun(capsys, monkeypatch):
 
 @pytest.fixture
 def small_cache(monkeypatch):
-    """For benchmarks whose figures nobody reads: a last-level cache that four copies of a small matrix outlast, and not
-    thousands of them."""
+    """For benchmarks whose figures nobody reads: a last-level cache that a few copies of a small matrix outlast."""
     from trirun_cli.bench import timing
 
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 14)
