@@ -16,6 +16,9 @@ __device__ __forceinline__ void meet_after_reading() { named_barrier<(WARPS + FI
 __device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(2); }
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 

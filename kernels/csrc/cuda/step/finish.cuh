@@ -5,7 +5,7 @@
 // It adds up two sums side by side: halves of one, of a pair of n tiles both, or those of two rows.
 #pragma once
 
-#include "parts.cuh"
+#include "cta.cuh"
 
 namespace trirun::step {
 

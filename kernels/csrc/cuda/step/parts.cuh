@@ -6,10 +6,6 @@
 
 namespace trirun::step {
 
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
 constexpr float NOTHING = -1e30f;  // a score below all others, of which differences are numbers
 
 // Values times weights, which are 2^(score - most): that part of the keys' largest score.

@@ -71,7 +71,8 @@ struct Item {
   int row, kv_head, slot, position;
   int fresh;  // rows of this sequence up to this one: their keys and values are not in the cache yet
   int split, splits, member;  // of the keys, and of the CTAs that share a split
-  int first, last, positions;  // spans (division.cuh) from first to last; of the cache, from there on
+  int first, last;  // spans (division.cuh) from first to last
+  int positions;  // of the cache, from the first span on
   bool newest;  // whether it has the new keys, too
   int page;  // that of the position
   int tiles;  // of a warp each at a time: of the cache, and one of the new keys
