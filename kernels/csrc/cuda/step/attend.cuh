@@ -85,7 +85,7 @@ struct Attention {
 
   // Of a query in shared memory: bytes from its high parts to its low ones, and to the next query. Of CODES a part is a
   // byte, not a half, and behind both is their scale; neighbouring queries are in other banks.
-  static constexpr int QUERY_LOW = CODES ? HD : (HD + 8) * 2, QUERY_BYTES = CODES ? 2 * HD + 64 : 2 * QUERY_LOW;
+  static constexpr int QUERY_LOW = CODES ? HD : (HD + 8) * 2, QUERY_BYTES = CODES ? 2 * HD + 64 : 2 * QUERY_LOW + 16;
 
   // Keys of two positions times a column of queries. Addresses of this lane's part of their dimensions.
   __device__ __forceinline__ static void score(float (&c)[4], uint32_t key0, uint32_t key1, uint32_t query) {
@@ -215,39 +215,12 @@ struct Attention {
   // The first of a lane's heads.
   __device__ __forceinline__ static int head_of(int lane) { return lane % (PACKED ? 2 : 4) * 2; }
 
-  // This warp's largest scores, to shared memory.
-  __device__ __forceinline__ void tell(uint32_t to) const {
-    const int lane = lane_anew();
-    if (lane < 4) store_shared2(to + head_of(lane) * 4, highest[0], highest[1]);
-  }
-
-  // From weights by the warp's own largest scores to such by those of all parts, so that these need only be added.
-  // scores: what they told, this many bytes apart.
-  __device__ __forceinline__ void agree(uint32_t scores, int stride, int parts) {
-    const int lane = lane_anew();
-    const uint32_t from = scores + head_of(lane) * 4;
-    float most[2] = {highest[0], highest[1]};
-#pragma unroll 1
-    for (int part = lane / 4; part < parts; part += 8) {
-      const float2 other = load_shared_float2(from + part * stride);
-      most[0] = fmaxf(most[0], other.x), most[1] = fmaxf(most[1], other.y);
-    }
-    __syncwarp();
-    // Side by side, and the sums of weights, which all lanes with the same heads have then.
+  // Of lanes with the same heads, the sums of their weights.
+  __device__ __forceinline__ void add_weights() {
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], offset));
-        weight[h] += __shfl_xor_sync(~0u, weight[h], offset);
-      }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float factor = exp2_approximate(highest[h] - most[h]);
-      highest[h] = most[h], weight[h] *= factor;
-#pragma unroll
-      for (int t = 0; t < OWN / 16; t++) value[t][h] *= factor, value[t][2 + h] *= factor;
-    }
+      for (int h = 0; h < 2; h++) weight[h] += __shfl_xor_sync(~0u, weight[h], offset);
   }
 
   // This warp's part of each of its heads to shared memory: words from the own-th on, as messages have them, the
@@ -342,7 +315,7 @@ struct Attention {
       }
       store_query(c.shared + c.a.at.queries + i * QUERY_BYTES, reinterpret_cast<const float4*>(to));
     }
-    meet();
+    meet_after_reading();
   }
 
   // A query to shared memory, as attention reads it: a warp.
@@ -414,7 +387,7 @@ struct Attention {
   __device__ __forceinline__ static void run(Cta& c) {
     c.begin_phase();
     const trirun_cuda_step& s = c.a.s;
-    const int index = c.parked().phase / PRODUCTS;
+    const int index = c.in_hand().phase / PRODUCTS;
     const trirun_cuda_step_layer& layer = c.layer(index);
     const uint32_t tag = c.tag(index);
     // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are
@@ -442,8 +415,8 @@ struct Attention {
       return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
     };
     float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
-    if (c.parked().item > 0) meet();  // the last item's queries have been read
-    Ring at = c.parked().ring;
+    if (c.in_hand().item > 0) meet();  // the last item's queries have been read
+    Ring at = c.in_hand().ring;
     c.move(at, worker() / TILES * CHUNKS);
     at = {kept_anew(at.stage), kept_anew(at.phase)};
     // Whether this warp has a part, as a number: a predicate would be spilled.
@@ -499,27 +472,17 @@ struct Attention {
         c.move(at, (workers + tile % TILES) / TILES * CHUNKS);
         tile += workers;
       }
-      const auto scores = [&](int warp) { return c.shared + c.a.at.highest + warp * HEADS * 4; };
-      attention.tell(scores(c.warp()));
-      meet_after_reading();
       c.begin_phase();
       const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
-      attention.agree(scores(c.warp() & ((1 << sides_log) - 1)), (HEADS * 4) << sides_log, span.parts);
+      attention.add_weights();
       attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
-      __syncwarp();
-      if (c.lane() == 0) barrier_arrive(c.parts_barrier());
+      if (c.warp() < WARPS - JOINERS) have_left();
       // Not before: others wait for the part. What was made of the last loads has been stored by now.
       if (tile < static_cast<uint32_t>(span.tiles - span.newest)) set_free(0);
-    } else {
-      have_read();
-      if (c.lane() == 0) barrier_arrive(c.parts_barrier());
+    } else if (c.warp() < WARPS - JOINERS) {
+      have_left();
     }
-    if (c.lane() == 0) {
-      Ring ring = c.parked().ring;
-      c.move(ring, (span.last - span.first) * CHUNKS);
-      c.parked().ring = ring;
-    }
-    __syncwarp();
+    c.pass((span.last - span.first) * CHUNKS);
   }
 };
 

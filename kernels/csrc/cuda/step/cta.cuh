@@ -14,6 +14,9 @@ __device__ __forceinline__ void meet() { named_barrier<WARPS * 32>(1); }  // of 
 // and v were.
 __device__ __forceinline__ void meet_after_reading() { named_barrier<(WARPS + FINISHERS) * 32>(2); }
 __device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(2); }
+// Attention's parts are there.
+__device__ __forceinline__ void have_left() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(3); }
+__device__ __forceinline__ void meet_parts() { named_barrier<(WARPS + FINISHERS) * 32>(3); }
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
@@ -22,7 +25,8 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
-// What a warp that attends leaves in shared memory meanwhile, since it wants all registers.
+// What a warp knows of the items that it attends to. Of several rows it lies in shared memory meanwhile, since attention
+// wants all registers.
 struct Parked {
   uint32_t phase;
   Ring ring;
@@ -40,6 +44,7 @@ struct CtaOf {
   // warp, and behind a branch on it lanes need not be brought together again.
   const int warp_number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   Ring ring{};  // where the stream's next chunk will be: of warps that multiply
+  Parked now{};  // of one row
 
   __device__ __forceinline__ explicit CtaOf(const StepArgs& a) : a(a) { begin_phase(); }
 
@@ -67,10 +72,8 @@ struct CtaOf {
   __device__ __forceinline__ uint32_t sums_barrier(int buffer, int local) const {
     return full(2 * a.at.stages + 2 + buffer * MAX_LOCAL + local);
   }
-  // What this CTA's warps have of attention is there.
-  __device__ __forceinline__ uint32_t parts_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
-  // What the cluster's CTAs have of it is.
-  __device__ __forceinline__ uint32_t together_barrier() const { return full(2 * a.at.stages + 3 + 2 * MAX_LOCAL); }
+  // What the cluster's CTAs have of attention is there.
+  __device__ __forceinline__ uint32_t together_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
   __device__ __forceinline__ Patience patience() const { return {a.status, shared + a.at.factors + 4 * MAX_ROWS * 4}; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
@@ -82,22 +85,49 @@ struct CtaOf {
     return at<const trirun_cuda_step_layer>(a.at.layers)[i];
   }
   __device__ __forceinline__ Parked& parked() const { return at<Parked>(a.at.parked)[warp()]; }
-  __device__ __forceinline__ void park(uint32_t phase) const {
-    if (lane() == 0) parked() = {phase, ring, 0};
-    __syncwarp();
+  __device__ __forceinline__ void park(uint32_t phase) {
+    if constexpr (ONE) {
+      now = {phase, ring, 0};
+    } else {
+      if (lane() == 0) parked() = {phase, ring, 0};
+      __syncwarp();
+    }
   }
-  // The item in hand, of this CTA's.
-  __device__ __forceinline__ const Item& item() const { return plan().items[parked().item]; }
-  __device__ __forceinline__ bool has_item() const { return parked().item < plan().item_count; }
-  __device__ __forceinline__ void next_item() const {
-    if (lane() == 0) parked().item++;
-    __syncwarp();
+  __device__ __forceinline__ Parked in_hand() const {
+    if constexpr (ONE)
+      return now;
+    else
+      return parked();
+  }
+  // The item, of this CTA's.
+  __device__ __forceinline__ const Item& item() const { return plan().items[in_hand().item]; }
+  __device__ __forceinline__ bool has_item() const { return in_hand().item < plan().item_count; }
+  __device__ __forceinline__ void next_item() {
+    if constexpr (ONE) {
+      now.item++;
+    } else {
+      if (lane() == 0) parked().item++;
+      __syncwarp();
+    }
+  }
+  // Its keys and values have gone through the ring.
+  __device__ __forceinline__ void pass(int chunks) {
+    if constexpr (ONE) {
+      move(now.ring, chunks);
+    } else {
+      if (lane() == 0) {
+        Ring ring = parked().ring;
+        move(ring, chunks);
+        parked().ring = ring;
+      }
+      __syncwarp();
+    }
   }
   __device__ __forceinline__ uint32_t unpark() {
     begin_phase();
-    asm volatile("" ::: "memory");  // or the compiler would still know, and need registers
-    ring = parked().ring;
-    return parked().phase;
+    if constexpr (!ONE) asm volatile("" ::: "memory");  // or the compiler would still know, and need registers
+    ring = in_hand().ring;
+    return in_hand().phase;
   }
   // How many inputs of layers there were before this step, modulo TAG; what a layer's is tagged with.
   __device__ __forceinline__ uint32_t& counted() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
@@ -119,7 +149,7 @@ struct CtaOf {
   }
   __device__ __forceinline__ const AttentionPlan& plan() const { return *at<const AttentionPlan>(a.at.plan); }
 
-  // Of the barriers of attention's parts and of what CTAs put together, which every item of every layer goes through.
+  // Of the barrier of what CTAs put together, which every item of every layer goes through.
   __device__ __forceinline__ int item_parity(int layer, int item) const {
     return (layer * plan().item_count + item) & 1;
   }

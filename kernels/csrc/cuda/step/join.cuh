@@ -5,6 +5,8 @@
 
 #include "parts.cuh"
 
+#include <type_traits>
+
 namespace trirun::step {
 
 template <typename Cta>
@@ -13,25 +15,38 @@ struct Joiner {
 
   __device__ __forceinline__ int joiner() const { return c.warp() - (WARPS - JOINERS); }
 
-  // What this CTA's warps have of its part of the keys, by weights of the same score, added up: a word a lane. A warp's
-  // part is the words of a head, then its header, head by head.
+  // What this CTA's warps have of its part of the keys: a word a lane. A warp's part is the words of a head, then its
+  // header, head by head.
   __device__ __forceinline__ Part joined(int word, int parts, int stride) const {
     const int head = word >> c.a.head_words_log;
     const uint32_t of_parts = c.shared + c.a.at.attention;
     uint32_t from = of_parts + (word + head) * 16;
     uint32_t header = of_parts + (((head + 1) << c.a.head_words_log) + head) * 16;
+    // Neighbouring lanes, whose words are of the same head, look for its largest score.
+    const int mine = c.lane() % WARPS;
     Part part;
-    if (parts > 0) part.most = load_shared_float(header);  // a split may have no keys
-    const auto values = [&](int i) { return load_shared_float4(from + i * stride); };
-    const auto weights = [&](int i) { return load_shared_float(header + 4 + i * stride); };
+    if (mine < parts) part.most = load_shared_float(header + mine * stride);
+#pragma unroll
+    for (int offset = 1; offset < WARPS; offset *= 2)
+      part.most = fmaxf(part.most, __shfl_xor_sync(~0u, part.most, offset));
+    const auto add = [&](auto at_once) {
+      constexpr int COUNT = decltype(at_once)::value;
+      float4 values[COUNT];
+      float2 headers[COUNT];
+#pragma unroll
+      for (int i = 0; i < COUNT; i++)
+        headers[i] = load_shared_float2(header + i * stride), values[i] = load_shared_float4(from + i * stride);
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const float factor = exp2_approximate(headers[i].x - part.most);
+        part.add_values(values[i], factor), part.weights += factor * headers[i].y;
+      }
+      from += COUNT * stride, header += COUNT * stride, parts -= COUNT;
+    };
 #pragma unroll 1
-    for (; parts >= 4; parts -= 4, from += 4 * stride, header += 4 * stride) {
-      part.values = part.values + ((values(0) + values(1)) + (values(2) + values(3)));
-      part.weights += (weights(0) + weights(1)) + (weights(2) + weights(3));
-    }
+    while (parts >= 4) add(std::integral_constant<int, 4>{});
 #pragma unroll 1
-    for (; parts > 0; parts--, from += stride, header += stride)
-      part.values = part.values + values(0), part.weights += weights(0);
+    while (parts > 0) add(std::integral_constant<int, 1>{});
     return part;
   }
 
@@ -90,13 +105,13 @@ struct Joiner {
   // An item, from what this CTA's warps have of it to what the output projection reads.
   __device__ __forceinline__ void run() const {
     c.begin_phase();
-    const int index = c.parked().phase / PRODUCTS;
+    const int index = c.in_hand().phase / PRODUCTS;
     const trirun_cuda_step_layer& layer = c.layer(index);
     const uint32_t tag = c.tag(index);
     const Item& span = c.item();
     const bool headers = sends_attended_headers(c.a.s);
     const int members_log = c.plan().members_log;
-    const int splits = span.splits, lane = c.lane(), parity = c.item_parity(index, c.parked().item);
+    const int splits = span.splits, lane = c.lane(), parity = c.item_parity(index, c.in_hand().item);
     const Parts of_row{c, span.row, span.kv_head};
     const int words = of_row.words();
     float4* split_words = of_row.of_split(span.split);
@@ -129,13 +144,15 @@ struct Joiner {
     const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
                     __fdividef(1.f, share)};
     if (members_log > 0 && joiner() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
-    barrier_wait_warp(c.parts_barrier(), parity);
+    meet_parts();
 #pragma unroll 1
-    for (int word = joiner() * 32 + lane; word < words; word += JOINERS * 32) {
+    for (int base = joiner() * 32; base < words; base += JOINERS * 32) {
+      const bool mine = base + lane < words;
+      const int word = mine ? base + lane : base;
       const Part part = joined(word, parts_of_item, stride);
-      if (members_log > 0)
+      if (mine && members_log > 0)
         share_word(team, word, part);
-      else
+      else if (mine)
         hand(word, part);
     }
     if (members_log > 0) {
@@ -159,15 +176,31 @@ struct Joiner {
         if (mine) give(word, part);
       }
     }
-    const RowSplits of_header = c.plan().rows[span.row];
-    if (!headers || joiner() >= of_header.giving_warps) return;
+    if (!headers || joiner() >= c.plan().rows[span.row].giving_warps) return;
     squares = decoder::warp_sum(squares);
     largest = __reduce_max_sync(~0u, largest);
-    float4* to =
-        c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
-                                (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + joiner()) *
-                                   HEADER_WORDS;
-    if (lane == 0) send(to, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    if (lane == 0) send(header(span, layer), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+  }
+
+  // Takes away what was sent of an item, when all have read it. Another step may have another number of splits, whose
+  // parts and headers lie elsewhere, and a later one could find the tag that it looks for on what was left here.
+  __device__ __forceinline__ void clear(const Item& span) const {
+    constexpr Relaxed16 NONE{0, 0};
+    const Parts of_row{c, span.row, span.kv_head};
+    if (span.splits > 1)
+      for (int i = c.warp() * 32 + c.lane(); i < of_row.words() + c.a.group; i += WARPS * 32)
+        store_relaxed16(of_row.of_split(span.split) + i, NONE);
+    const RowSplits of_header = c.plan().rows[span.row];
+    if (sends_attended_headers(c.a.s) && joiner() >= 0 && joiner() < of_header.giving_warps && c.lane() == 0)
+      store_relaxed16(header(span, c.layer(0)), NONE);
+  }
+
+  // Where this warp's header of what it gave of an item goes.
+  __device__ __forceinline__ float4* header(const Item& span, const trirun_cuda_step_layer& layer) const {
+    const RowSplits of_header = c.plan().rows[span.row];
+    return c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
+                                   (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + joiner()) *
+                                      HEADER_WORDS;
   }
 };
 

@@ -4,7 +4,8 @@
 // barrier (the idea: NCCL's "LL" protocol).
 //
 // A word can be written again once everyone has read it: every CTA that reads a phase's input has a part in its
-// output, and all output of one phase is input of the next.
+// output, and all output of one phase is input of the next. What not every step writes (attention's parts, where
+// their number varies) is taken away in the end: it could have the tag that a later step looks for.
 #pragma once
 
 #include "cuda/common/ptx.cuh"

@@ -140,8 +140,7 @@ struct Memory {
   int residual;  // float4 [local units of the hidden size][rows][16]
   int parked;  // Parked [WARPS]
   int heads;  // float [of a warp each][head_dim]: in the place of the second input's limbs
-  int highest;  // float [WARPS][HEADS]: of those that attend, their largest scores
-  int queries;  // halves [query heads of a key head][high, low][head_dim + 8], or fewer bytes: attend.cuh
+  int queries;  // halves [query heads of a key head][high, low][head_dim + 8] and 16 bytes more, or fewer: attend.cuh
   int newest;  // new keys and new values [rows, MAX_FRESH at most], and float2 of each: their scales of 8 bits
   int shares;  // Share [PRODUCTS][WARPS]
   int together;  // float4: what a cluster's CTAs have of a key head's output

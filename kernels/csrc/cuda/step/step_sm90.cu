@@ -149,7 +149,6 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       barrier_init(c.factor_barrier(buffer), min(c.rows(), FINISHERS));
       for (int i = 0; i < MAX_LOCAL; i++) barrier_init(c.sums_barrier(buffer, i), 1);
     }
-    barrier_init(c.parts_barrier(), WARPS);
     barrier_init(c.together_barrier(), 1);
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
@@ -182,13 +181,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       }
       phase = c.unpark();
     }
+    // Once anything of gate | up is there, the last layer's output projection has been multiplied everywhere.
+    received(c.a.gated, c.tag(static_cast<int>(s.layer_count) - 1), c.patience());
+    for (int i = 0; i < c.plan().item_count; i++) Joiner<Cta>{c}.clear(c.plan().items[i]);
   } else {
     if (warp < WARPS + FINISHERS) {
       Finisher<LIMBS, GROUPS, Cta> finisher(c);
 #pragma unroll 1
       for (uint32_t phase = 0; phase < phases; phase++) {
         finisher.run(phase);
-        if (phase % PRODUCTS == QKV) finisher.attend(phase / PRODUCTS);
+        if (phase % PRODUCTS == QKV) finisher.attend();
       }
       finisher.end();
     } else {
@@ -362,8 +364,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
-  at.highest = take(WARPS * HEADS * 4);
-  at.queries = take(group * 2 * (s.head_dim + 8) * 2);
+  at.queries = take(group * (4 * s.head_dim + 48));
   at.newest = take(fresh * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
   const int head_words = s.head_dim / 4, words = group * head_words;
   int together = 0;
@@ -375,11 +376,10 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.shares = take(PRODUCTS * WARPS * sizeof(Share));
   constexpr int BARRIERS = 512;
   at.barriers = take(BARRIERS);
-  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 4 - 2 * MAX_LOCAL) / 2);
+  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
-  for (int* offset :
-       {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked, &at.highest,
-        &at.queries, &at.newest, &at.together, &at.plan, &at.layers, &at.shares, &at.barriers})
+  for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
+                      &at.queries, &at.newest, &at.together, &at.plan, &at.layers, &at.shares, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;

@@ -181,6 +181,12 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
 
 
+def with_positions(weights, count):
+    """Weights of heads of 64 with so many positions' angles."""
+    angles = torch.arange(count).unsqueeze(1) * 10000.0 ** -(torch.arange(32) / 32)
+    return replace(weights, rotary=[(angles.cos(), angles.sin())])
+
+
 TEN_HEADS = {"heads": 10, "kv_heads": 10, "layers": 1}
 
 
@@ -202,8 +208,7 @@ def test_behind_a_long_text_ctas_attend_in_rounds_or_together(library, monkeypat
         monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
     weights = random_model(**PLAIN | options)
     text = torch.randint(0, VOCAB, (length + 2,), generator=torch.Generator().manual_seed(2))
-    angles = torch.arange(len(text) + PAGE).unsqueeze(1) * 10000.0 ** -(torch.arange(32) / 32)
-    weights = replace(weights, rotary=[(angles.cos(), angles.sin())])
+    weights = with_positions(weights, len(text) + PAGE)
     model = CudaModel.of(weights, "cpu", torch.float16)
     (logits,), caches = filled(model, [text], weights, False)
     known, steps = [(text, logits)], [[(0, length)], [(0, length + 1)]]
@@ -248,6 +253,22 @@ def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows
     errors = errors_of(library, monkeypatch, weights, model, caches, known, steps)
     limit = 2e-2 if int8 else 4e-3
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
+
+
+@needs_tools
+@pytest.mark.parametrize("options", [{}, {"sub_norm": True}])
+def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch, options):
+    # A short text has fewer splits, so that parts lie where they were left some steps ago.
+    weights = with_positions(random_model(**PLAIN | FOUR | {"kv_heads": 2} | options), 420 + PAGE)
+    model = CudaModel.of(weights, "cpu", torch.float16)
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (420, 40)]
+    logits, caches = filled(model, texts, weights, False, new=30)
+    # The long text's next token, and up to four of the short one.
+    slots = [slot for between in range(5) for slot in (0, *(1,) * between)]
+    steps = [[(slot, (390, 10)[slot] + slots[:step].count(slot))] for step, slot in enumerate(slots)]
+    known = list(zip(texts, logits, strict=True))
+    assert max(errors_of(library, monkeypatch, weights, model, caches, known, steps)) < 4e-3
 
 
 @needs_tools
