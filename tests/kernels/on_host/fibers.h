@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -62,11 +63,16 @@ struct Copy {
   bool wanted;
 };
 
-struct Fiber {
+// Where a fiber, or the scheduler, goes on. Contexts begin fibers; to switch with them takes two system calls.
+struct Place {
   ucontext_t context;
+  jmp_buf at;
+};
+
+struct Fiber {
   std::vector<char> stack;
   int cta, thread;
-  bool done;
+  bool begun, done;
   Barrier* at;  // waits here for the end of `phase`
   unsigned phase, arrivals, cluster_waits;
   const MemoryBarrier* waits_for;  // for the phase of `parity`
@@ -86,7 +92,8 @@ struct Order {
 
 inline std::vector<Cta> ctas(MOST_CTAS);
 inline std::vector<Fiber> fibers(MOST_CTAS* MOST_THREADS);
-inline ucontext_t scheduler;
+inline std::vector<Place> places(MOST_CTAS* MOST_THREADS);  // of fibers
+inline Place scheduler;
 inline Fiber* self;
 inline Order order;
 inline int running;  // fibers of all CTAs
@@ -115,11 +122,23 @@ inline bool arrive(Barrier& barrier) {
   return true;
 }
 
+inline void yield() {
+  if (_setjmp(places[self - fibers.data()].at) == 0) _longjmp(scheduler.at, 1);
+}
+
+inline void resume(Fiber& f) {
+  self = &f;
+  if (_setjmp(scheduler.at) != 0) return;
+  if (f.begun) _longjmp(places[self - fibers.data()].at, 1);
+  f.begun = true;
+  setcontext(&places[self - fibers.data()].context);
+}
+
 inline void meet(Barrier& barrier) {
   const unsigned phase = barrier.phase;
   if (arrive(barrier)) return;
   self->at = &barrier, self->phase = phase;
-  swapcontext(&self->context, &scheduler);
+  yield();
 }
 
 inline void meet_warp() { meet(warp().barrier); }
@@ -140,10 +159,8 @@ inline void perform(const Copy& copy) {
 inline void enter() {
   body();
   self->done = true;
-  swapcontext(&self->context, &scheduler);
+  yield();
 }
-
-inline void yield() { swapcontext(&self->context, &scheduler); }
 
 inline void wait_for(uint32_t barrier, unsigned parity) {
   self->waits_for = &cta().barriers.at(barrier), self->parity = parity;
@@ -178,12 +195,13 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
   }
   for (int i = 0; i < running; i++) {
     Fiber& f = fibers[i];
-    f.cta = i / threads, f.thread = i % threads, f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
+    f.cta = i / threads, f.thread = i % threads, f.begun = f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
     f.waits_for = nullptr, f.polled = f.looked_at = NOT_POLLING, f.looks = 0;
     f.open.clear(), f.groups.clear(), f.stack.resize(STACK);
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
-    makecontext(&f.context, enter, 0);
+    ucontext_t& context = places[i].context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = f.stack.data(), context.uc_stack.ss_size = STACK, context.uc_link = nullptr;
+    makecontext(&context, enter, 0);
   }
   bool left = true, moved = false;
   const auto run_all = [&](bool slow) {
@@ -194,8 +212,8 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
       if (f.at != nullptr && f.at->phase == f.phase) continue;
       if (!can_run(f)) continue;
       if (f.cluster_waits > 0 && f.at == nullptr && !cluster_has_arrived(f.cluster_waits)) continue;
-      f.at = nullptr, self = &f, moved = true;
-      swapcontext(&scheduler, &f.context);
+      f.at = nullptr, moved = true;
+      resume(f);
     }
   };
   while (left) {

@@ -39,7 +39,7 @@ inline void cluster_arrive() { on_host::self->arrivals++; }
 inline void cluster_wait() {
   using namespace on_host;
   self->cluster_waits++;
-  if (!cluster_has_arrived(self->cluster_waits)) swapcontext(&self->context, &scheduler);
+  if (!cluster_has_arrived(self->cluster_waits)) yield();
 }
 
 }  // namespace trirun
