@@ -145,8 +145,12 @@ inline void meet_warp() { meet(warp().barrier); }
 
 // Threads that have ended count as arrived.
 inline bool cluster_has_arrived(unsigned times) {
-  return std::all_of(fibers.begin(), fibers.begin() + running,
-                     [&](const Fiber& f) { return f.done || f.arrivals >= times; });
+  static int late = 0;  // one that had not when it was looked for last
+  const auto arrived = [&](int i) { return fibers[i].done || fibers[i].arrivals >= times; };
+  if (late < running && !arrived(late)) return false;
+  for (late = 0; late < running; late++)
+    if (!arrived(late)) return false;
+  return true;
 }
 
 inline void perform(const Copy& copy) {
