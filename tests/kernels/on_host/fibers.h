@@ -199,7 +199,8 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
   }
   for (int i = 0; i < running; i++) {
     Fiber& f = fibers[i];
-    f.cta = i / threads, f.thread = i % threads, f.begun = f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
+    f.cta = i / threads, f.thread = i % threads, f.begun = f.done = false, f.at = nullptr;
+    f.arrivals = f.cluster_waits = 0;
     f.waits_for = nullptr, f.polled = f.looked_at = NOT_POLLING, f.looks = 0;
     f.open.clear(), f.groups.clear(), f.stack.resize(STACK);
     ucontext_t& context = places[i].context;
