@@ -25,8 +25,8 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
-// What a warp knows of the items that it attends to. Of several rows it lies in shared memory meanwhile: attention wants
-// all registers.
+// What a warp knows of the items that it attends to. Of several rows it lies in shared memory meanwhile: attention
+// wants all registers.
 struct Parked {
   uint32_t phase;
   Ring ring;
