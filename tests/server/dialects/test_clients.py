@@ -94,7 +94,11 @@ def test_a_round_trip_of_tools(client):
 
 def test_a_response(client):
     response = client.responses.create(
-        model=MODEL, instructions="You are a coding assistant.", input="Is an object a class?", max_output_tokens=8
+        model=MODEL,
+        instructions="You are a coding assistant.",
+        input="Is an object a class?",
+        max_output_tokens=8,
+        temperature=0,
     )
     assert response.output_text and response.usage.output_tokens > 0
     assert (response.status, response.store) == ("incomplete", False)
