@@ -476,10 +476,10 @@ struct Attention {
       const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
       attention.add_weights();
       attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
-      if (c.warp() < WARPS - JOINERS) have_left();
+      if (!c.joins()) have_left();
       // Not before: others wait for the part. What was made of the last loads has been stored by now.
       if (tile < static_cast<uint32_t>(span.tiles - span.newest)) set_free(0);
-    } else if (c.warp() < WARPS - JOINERS) {
+    } else if (!c.joins()) {
       have_left();
     }
     c.pass((span.last - span.first) * CHUNKS);

@@ -57,6 +57,8 @@ struct CtaOf {
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(thread % 32); }
   __device__ __forceinline__ int warp() const { return warp_number; }
+  // Of the warps that attend, whether this one joins their parts.
+  __device__ __forceinline__ bool joins() const { return warp() >= WARPS - JOINERS; }
   __device__ __forceinline__ int cluster_log() const { return ONE ? MAX_CLUSTER_LOG : a.cluster_log; }
   __device__ __forceinline__ int cluster() const { return 1 << cluster_log(); }
   __device__ __forceinline__ int rank() const { return static_cast<int>(blockIdx.x) & (cluster() - 1); }
@@ -170,6 +172,11 @@ __device__ __forceinline__ const trirun_cuda_step_weight& weight_of(const trirun
   return (&layer.qkv)[product];
 }
 
+// Headers of attention's output of a row, at most.
+__device__ __forceinline__ int attended_header_stride(const StepArgs& a) {
+  return static_cast<int>(a.s.kv_heads) * MAX_SPLITS * JOINERS;
+}
+
 // An input of a product: its values, those of a norm times its weights, but without its factor.
 struct Input {
   const float4 *words, *headers;
@@ -181,9 +188,7 @@ __device__ __forceinline__ Input input_of(const StepArgs& a, const trirun_cuda_s
   const int units = static_cast<int>(a.s.hidden) / N_TILE;
   switch (product) {
     case QKV: return {a.x_attention, a.x_attention_headers, units, layer.attention_norm};
-    case O:
-      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * MAX_SPLITS * JOINERS,
-              layer.attention_sub_norm};
+    case O: return {a.attended, a.attended_headers, attended_header_stride(a), layer.attention_sub_norm};
     case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, layer.mlp_norm};
     default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm};
   }

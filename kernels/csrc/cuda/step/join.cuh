@@ -179,7 +179,7 @@ struct Joiner {
     if (!headers || joiner() >= c.plan().rows[span.row].giving_warps) return;
     squares = decoder::warp_sum(squares);
     largest = __reduce_max_sync(~0u, largest);
-    if (lane == 0) send(header(span, layer), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    if (lane == 0) send(header(span), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 
   // Takes away what was sent of an item, when all have read it. Another step may have another number of splits, whose
@@ -192,13 +192,13 @@ struct Joiner {
         store_relaxed16(of_row.of_split(span.split) + i, NONE);
     const RowSplits of_header = c.plan().rows[span.row];
     if (sends_attended_headers(c.a.s) && joiner() >= 0 && joiner() < of_header.giving_warps && c.lane() == 0)
-      store_relaxed16(header(span, c.layer(0)), NONE);
+      store_relaxed16(header(span), NONE);
   }
 
   // Where this warp's header of what it gave of an item goes.
-  __device__ __forceinline__ float4* header(const Item& span, const trirun_cuda_step_layer& layer) const {
+  __device__ __forceinline__ float4* header(const Item& span) const {
     const RowSplits of_header = c.plan().rows[span.row];
-    return c.a.attended_headers + (span.row * input_of(c.a, layer, O).header_stride +
+    return c.a.attended_headers + (span.row * attended_header_stride(c.a) +
                                    (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + joiner()) *
                                       HEADER_WORDS;
   }

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 #pragma unroll 1
       for (; c.has_item(); c.next_item()) {
         Attention<HD, ELEMENT, PACKED, Cta>::run(c);
-        if (c.warp() >= WARPS - JOINERS) Joiner<Cta>{c}.run();
+        if (c.joins()) Joiner<Cta>{c}.run();
       }
       phase = c.unpark();
     }
