@@ -63,13 +63,9 @@ struct Copy {
   bool wanted;
 };
 
-// Where a fiber, or the scheduler, goes on. Contexts begin fibers; to switch with them takes two system calls.
-struct Place {
-  ucontext_t context;
-  jmp_buf at;
-};
-
 struct Fiber {
+  ucontext_t context;  // where it begins: to switch with contexts takes two system calls
+  jmp_buf place;  // where it goes on
   std::vector<char> stack;
   int cta, thread;
   bool begun, done;
@@ -92,8 +88,7 @@ struct Order {
 
 inline std::vector<Cta> ctas(MOST_CTAS);
 inline std::vector<Fiber> fibers(MOST_CTAS* MOST_THREADS);
-inline std::vector<Place> places(MOST_CTAS* MOST_THREADS);  // of fibers
-inline Place scheduler;
+inline jmp_buf scheduler;
 inline Fiber* self;
 inline Order order;
 inline int running;  // fibers of all CTAs
@@ -123,15 +118,15 @@ inline bool arrive(Barrier& barrier) {
 }
 
 inline void yield() {
-  if (_setjmp(places[self - fibers.data()].at) == 0) _longjmp(scheduler.at, 1);
+  if (_setjmp(self->place) == 0) _longjmp(scheduler, 1);
 }
 
 inline void resume(Fiber& f) {
   self = &f;
-  if (_setjmp(scheduler.at) != 0) return;
-  if (f.begun) _longjmp(places[self - fibers.data()].at, 1);
+  if (_setjmp(scheduler) != 0) return;
+  if (f.begun) _longjmp(f.place, 1);
   f.begun = true;
-  setcontext(&places[self - fibers.data()].context);
+  setcontext(&f.context);
 }
 
 inline void meet(Barrier& barrier) {
@@ -203,10 +198,9 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
     f.arrivals = f.cluster_waits = 0;
     f.waits_for = nullptr, f.polled = f.looked_at = NOT_POLLING, f.looks = 0;
     f.open.clear(), f.groups.clear(), f.stack.resize(STACK);
-    ucontext_t& context = places[i].context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = f.stack.data(), context.uc_stack.ss_size = STACK, context.uc_link = nullptr;
-    makecontext(&context, enter, 0);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
+    makecontext(&f.context, enter, 0);
   }
   bool left = true, moved = false;
   const auto run_all = [&](bool slow) {
