@@ -7,35 +7,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from trirun_toolchain import find_nvcc
 
-HERE = Path(__file__).with_name("on_host")
-SOURCES = Path(__file__).parents[2] / "kernels" / "csrc"
-SHARED = re.compile(r"(?<!extern )__shared__\s+(?:__align__\(\d+\)\s+)?(\w+)\s+([^;]+);")
-NAMES = re.compile(r"(\w+)((?:\[[^\]]*\])*)(?:,\s*|$)")
-
-needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
-
-
-def for_host(text: str) -> str:
-    """A kernel's source with what the host's compiler does not know replaced: shared memory, and launches."""
-
-    def variables(match: re.Match[str]) -> str:
-        kind, at = match[1], match.start()
-        return " ".join(
-            f"auto& {name} = on_host::shared<{kind}{sizes}, {at + i}>();"
-            for i, (name, sizes) in enumerate(NAMES.findall(match[2]))
-        )
-
-    text = re.sub(r"extern __shared__[^;]*\bmemory\[\];", "uint8_t* memory = on_host::memory();", text)
-    text = SHARED.sub(variables, text)
-    text = text.replace("#if __CUDA_ARCH__ >= 900", "#if 1").replace("__grid_constant__", "")
-    text = text.replace(
-        '#include "cuda/common/launch.cuh"', '#include "fibers.h"\nnamespace trirun { struct DeviceFacts; }'
-    )
-    launch = re.search(r"// Every kernel launched this way.*?\n}\n", text, re.S)
-    return text.replace("__global__", "static").replace(launch[0] if launch else "\0", "")
+from tests.kernels.host_sources import HERE, HOST_FLAGS, SOURCES, for_host, needs_tools
 
 
 def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = None) -> Path:
@@ -68,7 +42,7 @@ def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = Non
         "-std=c++20",
         "-O1",
         "-Xcompiler",
-        "-w,-U_FORTIFY_SOURCE",  # its longjmp takes another fiber's stack for a mistake
+        HOST_FLAGS,
         *(f"-I{place}" for place in (folder, HERE, SOURCES)),
     ]
     subprocess.run(

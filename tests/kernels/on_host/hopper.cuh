@@ -23,9 +23,10 @@ inline void store_peer_counted(uint32_t address, float4 v, uint32_t barrier) {
 
 inline void barrier_init_fence() {}
 inline void fence_async_shared() {}
+inline void fence_async() {}
 inline void barrier_expect(uint32_t barrier, uint32_t bytes) { on_host::cta().barriers.at(barrier).count(1, bytes); }
 inline uint64_t evict_first_policy() { return 0; }
-inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint64_t) {
+inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint64_t = 0) {
   memcpy(on_host::memory() + shared, global, bytes);
   on_host::cta().barriers.at(barrier).count(0, -static_cast<int64_t>(bytes));
 }

@@ -4,8 +4,6 @@ run through the same Python as on a GPU, against the decoder's reference."""
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,12 +16,11 @@ from trirun_kernels.decoder.cuda_reference import append, int8_round_trip
 from trirun_kernels.decoder.cuda_weights import CudaModel
 from trirun_kernels.decoder.step.cuda import ROWS, CudaStep, refusal, rows_taken
 from trirun_kernels.plan.problem import Device
-from trirun_toolchain import find_nvcc
 
 from tests.kernels.decoder.models import VOCAB, random_model
-from tests.kernels.test_attention_on_host import HERE, SOURCES, for_host
+from tests.kernels.host_sources import host_library, needs_tools
 
-ROOM = 160 << 10
+ROOM = 160 << 10  # so little memory that the ring goes round
 CTAS = 8  # MOST_CTAS of on_host/fibers.h
 PLAIN = {"hidden": 256, "ffn": 384, "heads": 4, "kv_heads": 4, "head_dim": 64, "spec": QuantSpec(-1, 1.0), "layers": 2}
 
@@ -56,9 +53,9 @@ CASES = [
     ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
     ({**EIGHT, "kv_heads": 4, "sub_norm": True}, 8, torch.float16, True, [150]),
     ({**FOUR, "kv_heads": 1, "sub_norm": True}, 8, torch.float16, False, [170]),
+    ({**EIGHT, "kv_heads": 4, "sub_norm": True}, 16, torch.float16, False, [180]),
+    ({**FOUR, "sub_norm": True, "kv_heads": 4}, 16, torch.float16, False, [5, 190, 64, 7]),
 ]  # fmt: skip
-
-needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 
 
 def instances() -> str:
@@ -79,27 +76,13 @@ def instances() -> str:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The kernel's library, as ``trirun_kernels.native.cuda`` would have it."""
-    folder = tmp_path_factory.mktemp("step")
-    shutil.copytree(SOURCES / "cuda", folder / "cuda")
-    for file in (*folder.glob("cuda/step/*"), *folder.glob("cuda/decoder/*"), *folder.glob("cuda/gemm_decode/*")):
-        text = for_host(file.read_text())
-        file.write_text(text.replace("namespace trirun { struct DeviceFacts; }", '#include "cuda/common/launch.cuh"'))
-    for file in ("ptx.cuh", "hopper.cuh", "launch.cuh"):
-        shutil.copy(HERE / file, folder / "cuda" / "common")
-    # So little memory that the ring goes round.
-    sizes = folder / "cuda" / "kernels.cuh"
-    sizes.write_text(sizes.read_text().replace("MAX_SHARED = 227 * 1024", f"MAX_SHARED = {ROOM}"))
-    source = folder / "cuda" / "step" / "step_sm90.cu"
-    # PyTorch aligns memory of a CPU to 64 bytes.
-    text = source.read_text().replace("aligned_to(s->messages, 256)", "aligned_to(s->messages, 64)")
     begin = "Kernel of_rows(const trirun_cuda_step& s) {\n"
-    assert begin in text
-    source.write_text(text.replace(begin, f"{begin}  if constexpr (!({instances()})) return nullptr; else\n"))
-    source = source.rename(source.with_suffix(".cpp"))
-    command = [str(find_nvcc()), "-std=c++20", "-O2", "-shared", "-Xcompiler", "-w,-fPIC,-U_FORTIFY_SOURCE"]
-    includes = [f"-I{place}" for place in (folder, HERE, SOURCES)]
-    subprocess.run([*command, *includes, str(source), "-o", str(folder / "step.so")], check=True, capture_output=True)
-    made = ctypes.CDLL(str(folder / "step.so"))
+    made = host_library(
+        tmp_path_factory.mktemp("step"), "step/step_sm90.cu", ROOM,
+        # PyTorch aligns memory of a CPU to 64 bytes.
+        ("aligned_to(s->messages, 256)", "aligned_to(s->messages, 64)"),
+        (begin, f"{begin}  if constexpr (!({instances()})) return nullptr; else\n"),
+    )  # fmt: skip
     made.trirun_cuda_step_messages.restype = ctypes.c_size_t
     made.trirun_cuda_step_messages.argtypes = [ctypes.c_void_p]
     made.trirun_cuda_decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

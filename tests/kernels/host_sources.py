@@ -1,0 +1,73 @@
+"""CUDA sources as the host's compiler takes them, where threads are fibers (on_host/fibers.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from trirun_toolchain import find_nvcc
+
+HERE = Path(__file__).with_name("on_host")
+SOURCES = Path(__file__).parents[2] / "kernels" / "csrc"
+SHARED = re.compile(r"(?<!extern )__shared__\s+(?:__align__\(\d+\)\s+)?(\w+)\s+([^;]+);")
+NAMES = re.compile(r"(\w+)((?:\[[^\]]*\])*)(?:,\s*|$)")
+# longjmp takes another fiber's stack for a mistake where sources are fortified.
+HOST_FLAGS = "-w,-U_FORTIFY_SOURCE"
+
+needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+
+
+def for_host(text: str) -> str:
+    """A kernel's source with what the host's compiler does not know replaced: shared memory, and launches."""
+
+    def variables(match: re.Match[str]) -> str:
+        kind, at = match[1], match.start()
+        return " ".join(
+            f"auto& {name} = on_host::shared<{kind}{sizes}, {at + i}>();"
+            for i, (name, sizes) in enumerate(NAMES.findall(match[2]))
+        )
+
+    text = re.sub(r"extern __shared__[^;]*\bmemory\[\];", "uint8_t* memory = on_host::memory();", text)
+    text = SHARED.sub(variables, text)
+    text = text.replace("#if __CUDA_ARCH__ >= 900", "#if 1").replace("__grid_constant__", "")
+    text = text.replace(
+        '#include "cuda/common/launch.cuh"', '#include "fibers.h"\nnamespace trirun { struct DeviceFacts; }'
+    )
+    launch = re.search(r"// Every kernel launched this way.*?\n}\n", text, re.S)
+    return text.replace("__global__", "static").replace(launch[0] if launch else "\0", "")
+
+
+def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]) -> ctypes.CDLL:
+    """A library of a source file of csrc/cuda with its C functions, for the host.
+
+    Args:
+        folder: an empty one, for what is compiled. source: such as ``step/step_sm90.cu``.
+        room: bytes of shared memory of a CTA.
+        changes: to that file, what is there and what takes its place.
+    """
+    shutil.copytree(SOURCES / "cuda", folder / "cuda")
+    for part in ("step", "decoder", "gemm_decode"):
+        for file in folder.glob(f"cuda/{part}/*"):
+            text = for_host(file.read_text())
+            text = text.replace("namespace trirun { struct DeviceFacts; }", '#include "cuda/common/launch.cuh"')
+            file.write_text(text)
+    for file in HERE.glob("*.cuh"):
+        shutil.copy(file, folder / "cuda" / "common")
+    sizes = folder / "cuda" / "kernels.cuh"
+    sizes.write_text(sizes.read_text().replace("MAX_SHARED = 227 * 1024", f"MAX_SHARED = {room}"))
+    at = folder / "cuda" / source
+    text = at.read_text()
+    for there, instead in changes:
+        assert there in text
+        text = text.replace(there, instead)
+    at.write_text(text)
+    at, made = at.rename(at.with_suffix(".cpp")), folder / "library.so"
+    # Of a .cpp file nvcc makes what the host's compiler makes of it with CUDA's headers.
+    command = [str(find_nvcc()), "-std=c++20", "-O2", "-shared", "-Xcompiler", f"{HOST_FLAGS},-fPIC"]
+    includes = [f"-I{place}" for place in (folder, HERE, SOURCES)]
+    subprocess.run([*command, *includes, str(at), "-o", str(made)], check=True, capture_output=True)
+    return ctypes.CDLL(str(made))
