@@ -14,9 +14,9 @@ __device__ __forceinline__ void meet() { named_barrier<WARPS * 32>(1); }  // of 
 // and v were.
 __device__ __forceinline__ void meet_after_reading() { named_barrier<(WARPS + FINISHERS) * 32>(2); }
 __device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(2); }
-// Attention's parts are there.
-__device__ __forceinline__ void have_left() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(3); }
-__device__ __forceinline__ void meet_parts() { named_barrier<(WARPS + FINISHERS) * 32>(3); }
+// Attention's parts are there: of all warps that attend, those that join them wait for the others.
+__device__ __forceinline__ void have_left() { named_barrier_arrive<WARPS * 32>(3); }
+__device__ __forceinline__ void meet_parts() { named_barrier<WARPS * 32>(3); }
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
@@ -74,8 +74,9 @@ struct CtaOf {
   __device__ __forceinline__ uint32_t sums_barrier(int buffer, int local) const {
     return full(2 * a.at.stages + 2 + buffer * MAX_LOCAL + local);
   }
-  // What the cluster's CTAs have of attention is there.
-  __device__ __forceinline__ uint32_t together_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
+  // This CTA's parts of attention are there; what the cluster's CTAs have of it is.
+  __device__ __forceinline__ uint32_t parts_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
+  __device__ __forceinline__ uint32_t together_barrier() const { return full(2 * a.at.stages + 3 + 2 * MAX_LOCAL); }
   __device__ __forceinline__ Patience patience() const { return {a.status, shared + a.at.factors + 4 * MAX_ROWS * 4}; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
@@ -151,7 +152,7 @@ struct CtaOf {
   }
   __device__ __forceinline__ const AttentionPlan& plan() const { return *at<const AttentionPlan>(a.at.plan); }
 
-  // Of the barrier of what CTAs put together, which every item of every layer goes through.
+  // Of these barriers, which every item of every layer goes through.
   __device__ __forceinline__ int item_parity(int layer, int item) const {
     return (layer * plan().item_count + item) & 1;
   }

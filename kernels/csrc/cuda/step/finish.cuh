@@ -270,11 +270,11 @@ struct Finisher {
 
   // Keeps step with attention, whose parts lie where the sums of q, k and v were. So do warps that have no units: else
   // they were a layer ahead, and counted in the wrong meeting.
-  __device__ __forceinline__ void attend() const {
+  __device__ __forceinline__ void attend(int index) const {
 #pragma unroll 1
     for (int at_item = 0; at_item < c.plan().item_count; at_item++) {
       have_read();
-      meet_parts();
+      barrier_wait_warp(c.parts_barrier(), c.item_parity(index, at_item));
     }
   }
 

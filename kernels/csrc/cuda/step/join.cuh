@@ -145,6 +145,7 @@ struct Joiner {
                     __fdividef(1.f, share)};
     if (members_log > 0 && joiner() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
     meet_parts();
+    if (joiner() == 0 && lane == 0) barrier_arrive(c.parts_barrier());
 #pragma unroll 1
     for (int base = joiner() * 32; base < words; base += JOINERS * 32) {
       const bool mine = base + lane < words;

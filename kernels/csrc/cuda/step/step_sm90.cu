@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       barrier_init(c.factor_barrier(buffer), min(c.rows(), FINISHERS));
       for (int i = 0; i < MAX_LOCAL; i++) barrier_init(c.sums_barrier(buffer, i), 1);
     }
+    barrier_init(c.parts_barrier(), 1);
     barrier_init(c.together_barrier(), 1);
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
     c.template at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
+  dependency_wait();  // for what kernels before wrote: all but the layers
   if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
   __syncthreads();
   if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, Cta>::make_share(c, c.lane());
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 #pragma unroll 1
       for (uint32_t phase = 0; phase < phases; phase++) {
         finisher.run(phase);
-        if (phase % PRODUCTS == QKV) finisher.attend();
+        if (phase % PRODUCTS == QKV) finisher.attend(phase / PRODUCTS);
       }
       finisher.end();
     } else {
@@ -376,7 +378,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.shares = take(PRODUCTS * WARPS * sizeof(Share));
   constexpr int BARRIERS = 512;
   at.barriers = take(BARRIERS);
-  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
+  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 4 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
   for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads, &at.parked,
                       &at.queries, &at.newest, &at.together, &at.plan, &at.layers, &at.shares, &at.barriers})
@@ -517,7 +519,7 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.group = static_cast<int>(s->heads / s->kv_heads), args.key_heads_of_head = 1.f / static_cast<float>(args.group);
   args.head_words_log = log2_of(s->head_dim / 4);
   Launch how{dim3(static_cast<unsigned>(s->ctas)), THREADS, args.at.total,
-             static_cast<cudaStream_t>(stream),    false,   s->cluster};
+             static_cast<cudaStream_t>(stream),    true,    s->cluster};
   how.cooperative = true;
   return launch_kernel(kernel_of(*s), how, args);
 }
