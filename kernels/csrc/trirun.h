@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 23
+#define TRIRUN_ABI_VERSION 24
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -367,6 +367,7 @@ typedef struct {
   int32_t low_tile_rows; /* of TRIRUN_KERNEL_SPANS, the lower tile */
   int32_t w2a8_max_k; /* k of TRIRUN_KERNEL_PREFILL_W2A8, at most */
   int32_t head_int8_rows; /* rows of x of one trirun_cuda_head_int8, at most */
+  int32_t head_16bit_rows, head_16bit_columns; /* of x of one trirun_cuda_head_16bit, at most */
 } trirun_cuda_limits;
 
 void trirun_cuda_get_limits(trirun_cuda_limits* limits);
@@ -506,6 +507,11 @@ int trirun_cuda_rows(const trirun_rows* rows, void* stream);
  * m at most trirun_cuda_limits' head_int8_rows. */
 int trirun_cuda_head_int8(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const uint8_t* rows,
                           const float* scales, int64_t n, int64_t stride, void* y, int64_t ldy, void* stream);
+
+/* y[m][n] = w[n][k] . x[m][k], all of dtype, sums in fp32; from sm_90 on. x and w on 16 bytes, y on 4; n a multiple of 8,
+ * k of 32, ldx of 8, ldy of 2; m at most trirun_cuda_limits' head_16bit_rows, k head_16bit_columns. */
+int trirun_cuda_head_16bit(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const void* w, int64_t n,
+                           void* y, int64_t ldy, void* stream);
 
 /* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
  * block_tables[slot][p / 64]. A row whose slot is negative is skipped. The cache is of dtype, or, where scales are

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .weights.packing import PackedWeight
 
-ABI_VERSION = 23  # TRIRUN_ABI_VERSION of csrc/trirun.h
+ABI_VERSION = 24  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
 
@@ -77,7 +77,7 @@ class Limits(ctypes.Structure):
         (name, ctypes.c_int32)
         for name in (
             "n_tile", "k_tile", "k_pad", "decode_rows", "exact_sum_k", "counter_bytes", "span_k_tiles", "tile_rows",
-            "low_tile_rows", "w2a8_max_k", "head_int8_rows",
+            "low_tile_rows", "w2a8_max_k", "head_int8_rows", "head_16bit_rows", "head_16bit_columns",
         )
     )  # fmt: skip
 
@@ -117,6 +117,7 @@ _CUDA: dict[str, tuple[Any, list[Any]]] = {
     ),
     "rows": (_INT, [_POINTER, _POINTER]),
     "head_int8": (_INT, [_POINTER, _INT, *[_LONG] * 3, *[_POINTER] * 2, *[_LONG] * 2, _POINTER, _LONG, _POINTER]),
+    "head_16bit": (_INT, [_POINTER, _INT, *[_LONG] * 3, _POINTER, _LONG, _POINTER, _LONG, _POINTER]),
     "attention_workspace": (_SIZE, [_POINTER]),
     "attention_decode": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER]),
     "attention_append": (_INT, [_POINTER, _POINTER, _POINTER]),

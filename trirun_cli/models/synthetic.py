@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda_delta import DeltaHeads
 from trirun_kernels.decoder.cuda_experts import CudaMixture
+from trirun_kernels.decoder.cuda_head import Int8Projection
 from trirun_kernels.decoder.cuda_weights import (
     CudaInputs,
     CudaLayer,
@@ -123,7 +124,7 @@ def with_head(model: CudaModel, kind: str) -> CudaModel:
     Raises:
         InputError: "packed", and the head is not.
     """
-    weight, embedding = model.head.weight if isinstance(model.head, Projection) else None, model.embedding
+    weight, embedding = None if isinstance(model.head, Int8Projection) else model.head.weight, model.embedding
     if kind == "packed":
         if not isinstance(weight, PackedWeight):
             raise InputError("--head packed: the model's head is not packed")

@@ -1,9 +1,9 @@
-"""An output head in 8 bits on a GPU: half the bytes of a 16-bit one, which are what a step of few rows waits for."""
+"""Output heads on a GPU, in 16 bits and in 8: their bytes are what a step of few rows waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,50 @@ from ..native import cuda as library
 PASSES = 4
 # Rows of the weight that are converted at a time: 128 MiB of a 16-bit weight with 4096 columns.
 PIECE = 16384
+# Columns of a 16-bit head of few rows, at least: of fewer cuBLAS is faster (kernels/LOG.md).
+FEWEST_COLUMNS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HalfProjection:
+    """``y = x @ weight.T`` in 16 bits, on the current device and stream: up to :attr:`few` rows by a kernel that begins
+    while the one before ends (csrc/cuda/decoder/head_16bit.cu), more by cuBLAS.
+
+    Attributes:
+        weight: float16 or bfloat16 [n, k], contiguous, on the device; n a multiple of 8.
+        few: 0 where the kernel is not for this device, or not for k.
+    """
+
+    weight: Tensor
+    few: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        w, k = self.weight, self.weight.shape[1]
+        taken = w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0)
+        taken = taken and FEWEST_COLUMNS <= k <= limits().head_16bit_columns and k % 32 == 0
+        object.__setattr__(self, "few", limits().head_16bit_rows if taken else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: of the weight's dtype [m, k], contiguous → [m, n].
+
+        Raises:
+            NativeError: the library refused the call; the message has the shapes.
+        """
+        (m, k), n = x.shape, self.weight.shape[0]
+        if m > self.few:
+            return F.linear(x, self.weight)
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        code = library().trirun_cuda_head_16bit(
+            x.data_ptr(), DTYPES[x.dtype], m, k, x.stride(0), self.weight.data_ptr(), n, y.data_ptr(), n,
+            torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+        check_cuda(code, f"head_16bit: x {x.dtype} {list(x.shape)}, {n} outputs")
+        return y
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ..gemm.cuda import Int2Product
 from ..weights.packing import PackedWeight
 from .cuda_delta import DeltaHeads
 from .cuda_experts import CudaMixture
-from .cuda_head import Int8Projection
+from .cuda_head import HalfProjection, Int8Projection
 from .cuda_structs import RowsStruct
 from .shape import DecoderShape, GatedDelta, LayerShape, Mixture
 from .weights import VECTORS, DecoderWeights, InputWeights, Int8Head, LayerWeights, MixtureWeights
@@ -163,7 +163,7 @@ class CudaModel:
     shape: DecoderShape
     layers: Sequence[CudaLayer]
     embedding: Tensor | PackedWeight
-    head: Projection | Int8Projection
+    head: Projection | HalfProjection | Int8Projection
     final_norm: Tensor
     rotary: Sequence[tuple[Tensor, Tensor]]
     dtype: torch.dtype
@@ -185,7 +185,7 @@ class CudaModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights on the device: projections, embedding, head, norms, inputs of layers."""
-        tied = isinstance(self.head, Projection) and self.head.weight is self.embedding
+        tied = not isinstance(self.head, Int8Projection) and self.head.weight is self.embedding
         total = self.embedding.nbytes + (0 if tied else self.head.nbytes) + self.final_norm.nbytes
         total += 0 if self.inputs is None else self.inputs.nbytes
         for layer in self.layers:
@@ -343,17 +343,17 @@ def on_device(weight: Any, device: torch.device | str, dtype: torch.dtype) -> An
     return weight.to(device) if isinstance(weight, PackedWeight) else weight.to(device, dtype)
 
 
-def head_projection(head: Tensor | PackedWeight, *, int8: bool = False) -> Projection | Int8Projection:
+def head_projection(head: Tensor | PackedWeight, *, int8: bool = False) -> Projection | HalfProjection | Int8Projection:
     """The product of an output head [vocab, hidden]; ``int8``: in 8 bits unless it is packed.
 
     Rows of a head in 16 bits are padded with zeros to a multiple of 8, which its products need to be fast: there are as
     many logits more.
     """
-    if int8 and isinstance(head, Tensor):
+    if not isinstance(head, Tensor):
+        return Projection(head)
+    if int8:
         return Int8Projection.of(head)
-    if isinstance(head, Tensor) and head.shape[0] % 8:
-        head = F.pad(head, (0, 0, 0, -head.shape[0] % 8))
-    return Projection(head)
+    return HalfProjection(F.pad(head, (0, 0, 0, -head.shape[0] % 8)) if head.shape[0] % 8 else head)
 
 
 def _rows(weight: Any) -> int:

@@ -1,14 +1,54 @@
-"""The 8-bit output head of GPUs against float64, and against that of CPUs."""
+"""Output heads of GPUs in 16 and in 8 bits against float64, and the latter against that of CPUs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from trirun_kernels.decoder.cpu import quantize_head
-from trirun_kernels.decoder.cuda_head import Int8Projection
+from trirun_kernels.decoder.cuda_head import HalfProjection, Int8Projection
 from trirun_kernels.decoder.weights import Int8Head
 
 from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, error, gpu
+
+
+@gpu
+@BOTH
+# Of one piece of columns, of equal ones and of unequal ones, and of more columns than the kernel of few rows takes.
+@pytest.mark.parametrize("vocab, hidden", [(32000, 2048), (1000, 1056), (128256, 2560), (20008, 8192), (512, 8224)])
+def test_sixteen_bit_heads(dtype, vocab, hidden):
+    generator = torch.Generator("cuda").manual_seed(vocab)
+    head = torch.randn(vocab, hidden, generator=generator, device="cuda", dtype=dtype)
+    projection = HalfProjection(head)
+    taken = torch.cuda.get_device_capability() == (9, 0) and hidden <= 8192
+    assert projection.few == (8 if taken else 0)
+    for m in (1, 2, 3, 8, 9):
+        x = torch.randn(m, hidden, generator=generator, device="cuda", dtype=dtype)
+        exact = x.double() @ head.double().T
+        found = projection(x)
+        assert error(found, exact) < 2 * ROUNDING[dtype], m
+        assert all(torch.equal(projection(x), found) for _ in range(20))
+        # A row alone, and a number that is none, which stays in its row.
+        if 1 < m <= projection.few:
+            assert torch.equal(projection(x[m - 1 :]), found[m - 1 :])
+            x[m // 2, 5] = float("nan")
+            spoilt = projection(x)
+            others = [row for row in range(m) if row != m // 2]
+            assert torch.equal(spoilt[others], found[others]) and spoilt[m // 2].isnan().all()
+
+
+@gpu
+def test_a_sixteen_bit_head_waits_for_the_kernel_before():
+    head = torch.randn(32000, 2048, device="cuda", dtype=torch.float16)
+    projection, weight = HalfProjection(head), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
+    x = torch.randn(4, 2048, device="cuda", dtype=torch.float16) * 2048**-0.5
+    expected = [projection(x @ weight) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [projection(x @ weight) for _ in range(3)]
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, expected))
 
 
 @gpu

@@ -15,6 +15,8 @@ namespace {
 constexpr int THREADS = 512, WARPS_LOG = 4, WARPS = 1 << WARPS_LOG, BINS = 256;
 static_assert(WARPS == THREADS / 32);
 constexpr int EACH = 8;  // tokens that a lane takes at once
+// Threads whose registers are left: its CTAs begin beside those of the head.
+constexpr int BESIDE = 128;
 constexpr int MAX_PARTS = 8;  // CTAs that share a row
 // Of a mask that a warp holds at once: words, and groups of EACH tokens, wherever in its first word they begin.
 constexpr int MASK_WORDS = 256, MASK_GROUPS = MASK_WORDS * 32 / EACH - 32 / EACH;
@@ -393,7 +395,7 @@ __device__ __forceinline__ int drawn_token(const R& logits, Team& team, const tr
 }
 
 template <int DTYPE, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ SampleArgs a) {
+__global__ void __launch_bounds__(THREADS + BESIDE, 1) sample(const __grid_constant__ SampleArgs a) {
   __shared__ Mass warps[Team::WIDEST][WARPS], given[2][Team::WIDEST][MAX_PARTS], bins[2][BINS], merged[BINS];
   __shared__ uint32_t held[WARPS][MASK_WORDS];
   const trirun_sample& s = a.s;
