@@ -3,6 +3,7 @@ this process, one thread; a tiny random model on disk: as it is, ternary, and pa
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -39,6 +40,14 @@ def why_no_gpu(capability: tuple[int, int] | None = None) -> str | None:
     if capability not in (None, torch.cuda.get_device_capability()):
         return f"no GPU of compute capability {capability[0]}.{capability[1]}"
     return None if library_path("cuda").exists() else "libtrirun_cuda.so is not built"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays():
+    """Collections of garbage pass over what is there before a module's tests: it is torch and transformers for the most
+    part, whose many objects would be looked at each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
