@@ -78,10 +78,23 @@ def shared() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def _get_command():
+    """``typer.main.get_command`` that makes trirun's commands once: at each call it takes longer than many of them."""
+    from typer.main import get_command
+
+    from trirun_cli.commands.app import app
+
+    made = get_command(app)
+    return lambda asked: made if asked is app else get_command(asked)
+
+
 @pytest.fixture
-def trirun(capsys, monkeypatch):
+def trirun(capsys, monkeypatch, _get_command):
     """Run the command line: ``trirun("pack", path)`` → (exit code, stdout, stderr)."""
     from trirun_cli.commands.app import main
+
+    monkeypatch.setattr("typer.main.get_command", _get_command)
 
     def run(*arguments, stdin=None):
         monkeypatch.setattr(sys, "argv", ["trirun", *map(str, arguments)])
