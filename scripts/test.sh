@@ -82,9 +82,10 @@ fi
 
 phase types outcome types "$checker"
 step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed})"
-# A file of tests stays in one process: its fixtures are made once.
+# A file of tests stays in one process: its fixtures are made once. Files are in the order of tests/conftest.py, not of
+# their numbers of tests: some of one test take half a minute.
 # Threads of OpenMP that wait for each other leave the processor to other tests: spinning, two tests side by side on two
 # cores took 570 s in place of 7.
 export OMP_WAIT_POLICY=passive
-"$venv/bin/python" -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile "$@" || exit
+"$venv/bin/python" -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@" || exit
 [ -z "$failed" ]
