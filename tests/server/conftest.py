@@ -265,5 +265,8 @@ def start_server(pytestconfig, checkpoint):
 
 @pytest.fixture(scope="module")
 def server(start_server):
-    """A server that a module's tests share."""
-    return start_server("--max-batch", "4", "--max-waiting", "8")
+    """A server that a module's tests share, and that ends with them."""
+    shared = start_server("--max-batch", "4", "--max-waiting", "8")
+    yield shared
+    shared.process.kill()
+    shared.process.communicate()
