@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
+import gc
 import hashlib
 import os
 import shutil
@@ -217,10 +218,18 @@ def main() -> int:
         os.environ["LD_PRELOAD"] = str(interposer())
         os.execv(sys.executable, [sys.executable, *sys.argv])
     import torch
+    import typer
+
+    from trirun_cli.commands.app import app
 
     for module in ("transformers.models.llama.modeling_llama", "trirun_gptq.pipeline", "trirun_cli.workflows.pack"):
         import_module(module)
     torch.set_num_threads(1)
+    # typer would make the commands in each fork, which takes as long as pack's own work; and a collection of garbage
+    # would write to, and so copy, all pages that hold objects.
+    made = typer.main.get_command(app)
+    typer.main.get_command = lambda _: made
+    gc.freeze()
     failed = False
     with tempfile.TemporaryDirectory(prefix="crash-points-") as work:
         for command in commands(options.commands, Path(work).resolve() / "work", run, options.model):
