@@ -20,11 +20,18 @@ def work(rank, world, directory, settings, port):
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Processes begin as copies of one that has loaded what both need, which takes longer than what they do."""
+    multiprocessing.set_forkserver_preload(["transformers.models.llama.modeling_llama", "tests.gptq.models"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"refine_steps": 8, "e2e_steps": 4, "e2e_lr": 5e-3}])
-def test_two_processes_are_one_run(tmp_path, settings, unused_port):
+def test_two_processes_are_one_run(tmp_path, settings, unused_port, loaded):
     make_model(tmp_path / "model")
-    multiprocessing.spawn(work, (2, tmp_path, settings, unused_port), nprocs=2)
+    arguments = (2, tmp_path, settings, unused_port)
+    multiprocessing.start_processes(work, arguments, nprocs=2, start_method="forkserver")
     (first, tokens, predictions), (second, *others) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)
     )
