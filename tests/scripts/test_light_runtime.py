@@ -42,11 +42,13 @@ def test_the_requirements_are_pinned_and_agree_with_the_project(repo_root: Path)
 def light(repo_root: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``trirun`` of a fresh environment, installed as scripts/requirements-runtime.txt says."""
     venv = tmp_path_factory.mktemp("light") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python, scripts = venv / "bin" / "python", repo_root / "scripts"
 
     def pip(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", *map(str, arguments)]
+        # This environment's pip: a copy of its own would take longer to install than all that the light runtime needs.
+        command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
+        command += map(str, arguments)
         return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
 
     probe = pip("--dry-run", "--no-deps", "--retries", "0", "--timeout", "15", "typer")
