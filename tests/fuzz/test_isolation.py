@@ -11,6 +11,7 @@ import torch
 
 SOURCES = ("trirun_cli", "kernels/trirun_kernels", "gptq/trirun_gptq", "scripts")
 PICKLED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+OPTIONS = {"weights_only", "allow_pickle", "trust_remote_code"}
 
 
 def test_no_source_reads_pickles_or_trusts_remote_code(repo_root: Path) -> None:
@@ -24,9 +25,9 @@ def test_no_source_reads_pickles_or_trusts_remote_code(repo_root: Path) -> None:
             found += [f"{where} imports {name}" for name in names if name.split(".")[0] in PICKLED]
             if not isinstance(node, ast.Call):
                 continue
-            called = ast.unparse(node.func)
-            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
-            if called == "torch.load" and options.get("weights_only") != "True":
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords if option.arg in OPTIONS}
+            loads = getattr(node.func, "attr", None) == "load" and ast.unparse(node.func) == "torch.load"
+            if loads and options.get("weights_only") != "True":
                 found.append(f"{where} calls torch.load without weights_only=True")
             if options.get("allow_pickle", "False") != "False" or options.get("trust_remote_code", "False") != "False":
                 found.append(f"{where} lets a file run code")
