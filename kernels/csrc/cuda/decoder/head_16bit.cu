@@ -40,6 +40,7 @@ int shared_bytes(const HeadArgs& a) {
   return a.stages * ROWS * row_bytes(a.columns) + a.m * row_bytes(a.k) + 2 * SUM_BYTES + (2 * MAX_STAGES + 1) * 8;
 }
 
+// no-spill: head_16bit<*>
 template <bool BF16>
 __global__ void __launch_bounds__(THREADS, 5) head_16bit(const __grid_constant__ HeadArgs a) {
 #if __CUDA_ARCH__ >= 900
