@@ -411,8 +411,7 @@ int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, const void*
                                     const trirun_cuda_plan* plan, void* workspace, size_t workspace_bytes,
                                     void* stream);
 
-/* Reads `bytes` (a multiple of 16) and adds a checksum of them to *sink: the floor under any kernel that must read
- * them. */
+/* Reads `bytes`, a multiple of 16, and adds their checksum to *sink: the floor under any kernel that reads them. */
 int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* stream);
 
 /* ---- libtrirun_cuda.so: fp16 accumulation ---------------------------------------------------------------- */
@@ -503,13 +502,12 @@ typedef struct {
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);
 
 /* y[m][n] = scales[n] * (x[m][k] . (rows[n][k] - 128)), x and y of dtype, sums in fp32. x and rows on 16 bytes, k and
- * ldx multiples of 8, stride (bytes of a row) a multiple of 16 and at least k;
- * m at most trirun_cuda_limits' head_int8_rows. */
+ * ldx multiples of 8, stride (bytes of a row) of 16, at least k; m at most trirun_cuda_limits' head_int8_rows. */
 int trirun_cuda_head_int8(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const uint8_t* rows,
                           const float* scales, int64_t n, int64_t stride, void* y, int64_t ldy, void* stream);
 
-/* y[m][n] = w[n][k] . x[m][k], all of dtype, sums in fp32; from sm_90 on. x and w on 16 bytes, y on 4; n a multiple of 8,
- * k of 32, ldx of 8, ldy of 2; m at most trirun_cuda_limits' head_16bit_rows, k head_16bit_columns. */
+/* y[m][n] = w[n][k] . x[m][k], all of dtype, sums in fp32; from sm_90 on. x and w on 16 bytes, y on 4; n and ldx in
+ * multiples of 8, k of 32, ldy of 2; m at most trirun_cuda_limits' head_16bit_rows, k head_16bit_columns. */
 int trirun_cuda_head_16bit(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const void* w, int64_t n,
                            void* y, int64_t ldy, void* stream);
 
@@ -555,8 +553,7 @@ typedef struct {
 size_t trirun_cuda_attention_workspace(const trirun_attention* attention);
 
 /* Norms and rotates q and k, norms v, appends k and v to the cache, and attends each row to its slot's positions up to
- * its own.
- * Rows are of different slots. */
+ * its own. Rows are of different slots. */
 int trirun_cuda_attention_decode(const trirun_attention* attention, void* workspace, size_t workspace_bytes,
                                  void* stream);
 
@@ -627,8 +624,7 @@ typedef struct {
   const uint16_t *scales, *zeros;
 } trirun_cuda_step_weight;
 
-/* One layer of a step in one kernel; gate_up is gate's rows and then up's. NULL where there is none. All layers lie in
- * the shared memory of every CTA. */
+/* One layer of a step in one kernel, of which every CTA keeps all; gate_up is gate's rows, then up's. NULL: none. */
 typedef struct {
   trirun_cuda_step_weight qkv, o, gate_up, down;
   float grid_zeros[4]; /* of these */
@@ -647,8 +643,7 @@ typedef struct {
   const float* residual; /* [m][hidden] */
   void* y; /* [m][hidden] of dtype, after the final norm; NaN where the kernel gave up */
   const float* final_norm;
-  const int32_t* slots; /* [m] */
-  const int32_t* positions; /* [m] */
+  const int32_t *slots, *positions; /* [m] */
   const int32_t* block_tables; /* [slots][ld_blocks] */
   const float *cosines, *sines; /* [positions][rotary_half] */
   const int32_t* plan; /* [4][ctas / cluster + 1], in host memory: of qkv, o, gate_up, down (as o), the first unit of 64
@@ -695,8 +690,7 @@ typedef struct {
   const int32_t* slots; /* [m] */
   const int32_t* wanted; /* [m], 0: do not sample this row; or NULL */
   trirun_sampler* samplers; /* [slots], 8-byte aligned */
-  int32_t* counts; /* [slots][vocab]: occurrences in the generated text, bit 31 set for tokens of the
-                                  prompt; raised by every draw; or NULL */
+  int32_t* counts; /* [slots][vocab] of the generated text, bit 31: in the prompt; every draw raises one; or NULL */
   const int32_t* bias_tokens; /* [slots][bias_capacity] */
   const float* bias_values;
   const uint32_t* masks; /* [slots][ceil(vocab/32)]: bit i % 32 of word i / 32 allows token i; or NULL */
