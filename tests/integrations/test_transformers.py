@@ -82,7 +82,7 @@ def in_a_fresh_process(code):
 
 @pytest.mark.slow
 def test_plain_transformers_refuses_and_loads_once_trirun_is_imported(packed):
-    """Random weights would be loaded instead of refusing."""
+    """Else it would make random weights."""
     done = in_a_fresh_process(
         "from transformers import AutoModelForCausalLM\n"
         "try:\n"

@@ -29,7 +29,7 @@ class HalfProjection:
 
     Attributes:
         weight: float16 or bfloat16 [n, k], contiguous, on the device; n a multiple of 8.
-        few: 0 where the kernel is not for this device, or not for k.
+        few: rows that the kernel takes, at most; 0 where it is not for this device, or not for k.
     """
 
     weight: Tensor
