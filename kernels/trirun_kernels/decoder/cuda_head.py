@@ -41,11 +41,6 @@ class HalfProjection:
         taken = taken and FEWEST_COLUMNS <= k <= limits().head_16bit_columns and k % 32 == 0
         object.__setattr__(self, "few", limits().head_16bit_rows if taken else 0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return self.weight.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         """x: of the weight's dtype [m, k], contiguous → [m, n].
 
