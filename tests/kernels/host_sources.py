@@ -67,7 +67,7 @@ def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]
     at.write_text(text)
     at, made = at.rename(at.with_suffix(".cpp")), folder / "library.so"
     # Of a .cpp file nvcc makes what the host's compiler makes of it with CUDA's headers.
-    command = [str(find_nvcc()), "-std=c++20", "-O2", "-shared", "-Xcompiler", f"{HOST_FLAGS},-fPIC"]
+    command = [str(find_nvcc()), "-std=c++20", "-O1", "-shared", "-Xcompiler", f"{HOST_FLAGS},-fPIC"]
     includes = [f"-I{place}" for place in (folder, HERE, SOURCES)]
     subprocess.run([*command, *includes, str(at), "-o", str(made)], check=True, capture_output=True)
     return ctypes.CDLL(str(made))
