@@ -22,7 +22,7 @@ needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 
 
 def for_host(text: str) -> str:
-    """A kernel's source with what the host's compiler does not know replaced: shared memory, and launches."""
+    """A kernel's source with what the host's compiler does not know replaced."""
 
     def variables(match: re.Match[str]) -> str:
         kind, at = match[1], match.start()
@@ -34,11 +34,15 @@ def for_host(text: str) -> str:
     text = re.sub(r"extern __shared__[^;]*\bmemory\[\];", "uint8_t* memory = on_host::memory();", text)
     text = SHARED.sub(variables, text)
     text = text.replace("#if __CUDA_ARCH__ >= 900", "#if 1").replace("__grid_constant__", "")
-    text = text.replace(
-        '#include "cuda/common/launch.cuh"', '#include "fibers.h"\nnamespace trirun { struct DeviceFacts; }'
-    )
-    launch = re.search(r"// Every kernel launched this way.*?\n}\n", text, re.S)
-    return text.replace("__global__", "static").replace(launch[0] if launch else "\0", "")
+    return text.replace("__global__", "static")
+
+
+def compile_for_host(source: Path, made: Path, *flags: str) -> None:
+    """A program or a library of a .cpp file, of which nvcc makes what the host's compiler makes of it with CUDA's
+    headers; files are included from ``made``'s folder first."""
+    command = [str(find_nvcc()), "-std=c++20", "-O1", "-Xcompiler", HOST_FLAGS, *flags]
+    includes = [f"-I{place}" for place in (made.parent, HERE, SOURCES)]
+    subprocess.run([*command, *includes, str(source), "-o", str(made)], check=True, capture_output=True, text=True)
 
 
 def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]) -> ctypes.CDLL:
@@ -52,9 +56,7 @@ def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]
     shutil.copytree(SOURCES / "cuda", folder / "cuda")
     for part in ("step", "decoder", "gemm_decode"):
         for file in folder.glob(f"cuda/{part}/*"):
-            text = for_host(file.read_text())
-            text = text.replace("namespace trirun { struct DeviceFacts; }", '#include "cuda/common/launch.cuh"')
-            file.write_text(text)
+            file.write_text(for_host(file.read_text()))
     for file in HERE.glob("*.cuh"):
         shutil.copy(file, folder / "cuda" / "common")
     sizes = folder / "cuda" / "kernels.cuh"
@@ -66,8 +68,5 @@ def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]
         text = text.replace(there, instead)
     at.write_text(text)
     at, made = at.rename(at.with_suffix(".cpp")), folder / "library.so"
-    # Of a .cpp file nvcc makes what the host's compiler makes of it with CUDA's headers.
-    command = [str(find_nvcc()), "-std=c++20", "-O1", "-shared", "-Xcompiler", f"{HOST_FLAGS},-fPIC"]
-    includes = [f"-I{place}" for place in (folder, HERE, SOURCES)]
-    subprocess.run([*command, *includes, str(at), "-o", str(made)], check=True, capture_output=True)
+    compile_for_host(at, made, "-shared", "-Xcompiler", "-fPIC")
     return ctypes.CDLL(str(made))

@@ -7,9 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from trirun_toolchain import find_nvcc
-
-from tests.kernels.host_sources import HERE, HOST_FLAGS, SOURCES, for_host, needs_tools
+from tests.kernels.host_sources import HERE, SOURCES, compile_for_host, for_host, needs_tools
 
 
 def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = None) -> Path:
@@ -24,8 +22,8 @@ def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = Non
         place.mkdir(parents=True)
     for file in ("elements.cuh", "activations.cuh"):
         shutil.copy(SOURCES / "cuda" / "common" / file, common)
-    for file in ("ptx.cuh", "hopper.cuh"):
-        shutil.copy(HERE / file, common)
+    for file in HERE.glob("*.cuh"):
+        shutil.copy(file, common)
     for name in ("attention", "attention_16bit", "attention_grouped", "heads", "limbs", "launch"):
         text = (SOURCES / "cuda" / "decoder" / f"{name}.cuh").read_text()
         if name == "attention":
@@ -36,18 +34,7 @@ def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = Non
             text = text.replace(*change)
         (decoder / f"{name}.cuh").write_text(for_host(text))
     program = folder / "attention"
-    # Of a .cpp file nvcc makes what the host's compiler makes of it with CUDA's headers.
-    command = [
-        str(find_nvcc()),
-        "-std=c++20",
-        "-O1",
-        "-Xcompiler",
-        HOST_FLAGS,
-        *(f"-I{place}" for place in (folder, HERE, SOURCES)),
-    ]
-    subprocess.run(
-        [*command, str(HERE / "attention.cpp"), "-o", str(program)], check=True, capture_output=True, text=True
-    )
+    compile_for_host(HERE / "attention.cpp", program)
     return program
 
 

@@ -18,6 +18,15 @@ def error(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def assert_nan_stays_in_its_row(product, x, found):
+    """``found`` is ``product(x)``, of several rows; the middle one of ``x`` is spoilt."""
+    row = x.shape[0] // 2
+    x[row, 5] = float("nan")
+    spoilt = product(x)
+    others = [other for other in range(x.shape[0]) if other != row]
+    assert torch.equal(spoilt[others], found[others]) and spoilt[row].isnan().all()
+
+
 def random_packed(n, k, spec=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     spec = spec or QuantSpec(-1, 1.0)

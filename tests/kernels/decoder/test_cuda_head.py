@@ -8,7 +8,7 @@ from trirun_kernels.decoder.cpu import quantize_head
 from trirun_kernels.decoder.cuda_head import HalfProjection, Int8Projection
 from trirun_kernels.decoder.weights import Int8Head
 
-from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, error, gpu
+from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, assert_nan_stays_in_its_row, error, gpu
 
 
 @gpu
@@ -27,13 +27,9 @@ def test_sixteen_bit_heads(dtype, vocab, hidden):
         found = projection(x)
         assert error(found, exact) < 2 * ROUNDING[dtype], m
         assert all(torch.equal(projection(x), found) for _ in range(20))
-        # A row alone, and a number that is none, which stays in its row.
-        if 1 < m <= projection.few:
+        if 1 < m <= projection.few:  # a row alone, too
             assert torch.equal(projection(x[m - 1 :]), found[m - 1 :])
-            x[m // 2, 5] = float("nan")
-            spoilt = projection(x)
-            others = [row for row in range(m) if row != m // 2]
-            assert torch.equal(spoilt[others], found[others]) and spoilt[m // 2].isnan().all()
+            assert_nan_stays_in_its_row(projection, x, found)
 
 
 @gpu
@@ -65,12 +61,8 @@ def test_eight_bit_heads(dtype, vocab, hidden):
         exact = x.double() @ projection.dequantize().double().T
         found = projection(x)
         assert error(found, exact) < 2 * ROUNDING[dtype], m
-        # A row alone, and a number that is none, which stays in its row.
         if 1 < m <= 64:
-            x[m // 2, 5] = float("nan")
-            spoilt = projection(x)
-            others = [row for row in range(m) if row != m // 2]
-            assert torch.equal(spoilt[others], found[others]) and spoilt[m // 2].isnan().all()
+            assert_nan_stays_in_its_row(projection, x, found)
 
 
 def test_eight_bit_heads_are_those_of_the_cpu():

@@ -50,12 +50,4 @@ int launch_kernel(void (*kernel)(Args), const Launch& how, const Args& args) {
   return TRIRUN_OK;
 }
 
-namespace decoder {
-
-template <typename Args>
-int launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared, void*) {
-  return launch_kernel(kernel, {grid, threads, shared, nullptr, true}, args);
-}
-
-}  // namespace decoder
 }  // namespace trirun
