@@ -266,6 +266,10 @@ struct Attention {
   }
   static_assert(MAX_FRESH <= TILE / 4 && MAX_FRESH <= POSITIONS / VALUE_BLOCKS * 2);
 
+  static constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of a head's four dimensions, of a lane: every 32nd
+  // Of CODES heads are mixed: 1 / sqrt(HD).
+  static constexpr float MIXED = !CODES ? 1.f : HD == 64 ? 0.125f : HD == 128 ? 0.0883883476f : 0.0625f;
+
   // Queries, and for the last split the new key and value, from messages to shared memory, as attention reads them.
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
                                                     bool last, uint32_t tag) {
@@ -304,33 +308,42 @@ struct Attention {
         for (int j = 0; j < HD / 32; j++) part[j] = to[lane + j * 32];
         __syncwarp();
         decoder::turn(part, to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0, lane);
-        if constexpr (CODES) decoder::mix(part, HD);
+        // Of dimensions that a lane has here, and below of those that it has there.
+        if constexpr (CODES) decoder::mix_own(part, HD / 32);
+        const float scale = (query ? s.scale * decoder::LOG2E : 1.f) * MIXED;
 #pragma unroll
-        for (int j = 0; j < HD / 32; j++) to[lane + j * 32] = part[j] * (query ? s.scale * decoder::LOG2E : 1.f);
+        for (int j = 0; j < HD / 32; j++) to[lane + j * 32] = part[j] * scale;
         __syncwarp();
       }
-      if (!query) {
-        keep(c, to, layer, span, part - 1, back, in_cache, token);
-        continue;
+      float4 v[WORDS];
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) {
+        const int at = lane + w * 32;
+        v[w] = lane < HD / 4 ? reinterpret_cast<const float4*>(to)[at] : make_float4(0.f, 0.f, 0.f, 0.f);
+        if (CODES && turned) mix_four(v[w]);
       }
-      store_query(c.shared + c.a.at.queries + i * QUERY_BYTES, reinterpret_cast<const float4*>(to));
+      uint32_t largest = 0;
+      if constexpr (CODES) largest = decoder::largest_of_head(v);
+      if (query)
+        store_query(c.shared + c.a.at.queries + i * QUERY_BYTES, v, largest);
+      else
+        keep(c, v, largest, layer, span, part - 1, back, in_cache, token);
     }
     meet_after_reading();
   }
 
+  // Dimensions 4 lane to 4 lane + 3, with those of the seven lanes beside it.
+  __device__ __forceinline__ static void mix_four(float4& v) {
+    float four[] = {v.x, v.y, v.z, v.w};
+    decoder::mix_own(four, 4);
+    decoder::mix_lanes(four, 8);
+    v = make_float4(four[0], four[1], four[2], four[3]);
+  }
+
   // A query to shared memory, as attention reads it: a warp.
-  __device__ __forceinline__ static void store_query(uint32_t to, const float4* head) {
-    constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of a lane: every 32nd
+  __device__ __forceinline__ static void store_query(uint32_t to, const float4 (&v)[WORDS], uint32_t largest) {
     const int lane = lane_anew();
     const bool there = lane < HD / 4;
-    float4 v[WORDS];
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-      v[i] = there ? head[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-      largest = max(largest, magnitude_bits(v[i]));
-    }
-    if constexpr (CODES) largest = __reduce_max_sync(~0u, largest);
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
       const int w = lane + i * 32;
@@ -348,21 +361,17 @@ struct Attention {
 
   // A new key (part 0) or value (part 1), of the row so far back, to shared memory and, of the row itself, to the
   // cache: a warp.
-  __device__ __forceinline__ static void keep(const Cta& c, const float* head, const trirun_cuda_step_layer& layer,
-                                              const Item& span, int part, int back, void* in_cache, int64_t token) {
-    constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of four elements, of a lane: every 32nd
+  __device__ __forceinline__ static void keep(const Cta& c, const float4 (&v)[WORDS], uint32_t largest,
+                                              const trirun_cuda_step_layer& layer, const Item& span, int part, int back,
+                                              void* in_cache, int64_t token) {
     const int lane = c.lane();
     const bool there = lane < HD / 4;
-    float4 v[WORDS];
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-      v[i] = there ? reinterpret_cast<const float4*>(head)[lane + i * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
     const int at_newest = fresh_of(span) - 1 - back;
     const uint32_t own = part == 0 ? newest(c) + at_newest * ROW : newest_values(c) + value_offset(at_newest);
     const bool stored = span.slot >= 0 && back == 0;
     if constexpr (CODES) {
       uint32_t code[WORDS];
-      const __half scale = decoder::quantize_head(code, v);
+      const __half scale = decoder::quantize_head(code, v, largest);
 #pragma unroll
       for (int i = 0; i < WORDS; i++) {
         const int w = lane + i * 32;
@@ -404,17 +413,20 @@ struct Attention {
     const Item& span = c.item();
     const bool last = span.newest;
     const uint32_t tiles = static_cast<uint32_t>(span.last - span.first) * TILES;
-    // Of CODES: of a position's key and value, on their way while they are.
-    const auto scale_of = [&](uint32_t tile, int k) {
-      if constexpr (!CODES) return make_float2(1.f, 1.f);
-      const int within = static_cast<int>(tile / TILES * SPAN) + position_of(static_cast<int>(tile % TILES), k);
-      const int position = span.first * SPAN + min(within, span.positions - 1);
-      if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
+    // Of CODES: of keys and values at a lane's two positions of a tile, on their way while they are.
+    float2 first, second;
+    const auto load_scales = [&](uint32_t tile) {
+      first = second = make_float2(1.f, 1.f);
+      if (!CODES || tile >= tiles) return;
+      const int chunk = tile / TILES, position = (span.first + chunk) * SPAN, last = span.positions - chunk * SPAN - 1;
       const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
-      const int64_t from = cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
-      return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
+      const auto* from = static_cast<const __half2*>(layer.scales) +
+                         cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
+      const int k = c.lane() / 4, of_chunk = tile % TILES;
+      first = __half22float2(__ldg(from + min(position_of(of_chunk, k), last)));
+      second = __half22float2(__ldg(from + min(position_of(of_chunk, k + 8), last)));
     };
-    float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
+    load_scales(worker());
     if (c.in_hand().item > 0) meet();  // the last item's queries have been read
     Ring at = c.in_hand().ring;
     c.move(at, worker() / TILES * CHUNKS);
@@ -444,9 +456,15 @@ struct Attention {
         Ring next_chunk = at;
         int count = fresh_of(span);
         const bool fresh = tile == worker(), stored = tile < tiles;
-        const float2 these = first, those = second;
+        float2 own = first, other = second;
+        if (CODES && !stored) {
+          const auto newest_of = [&](int k) {
+            return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);
+          };
+          own = newest_of(c.lane() / 4), other = Cta::ONE_ROW ? own : newest_of(c.lane() / 4 + 8);
+        }
         if (stored) {
-          first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
+          load_scales(tile + workers);
           keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
           count = min(positions - static_cast<int>(tile / TILES) * SPAN, SPAN);
           barrier_wait_warp(c.full(at.stage), at.phase);
@@ -455,11 +473,6 @@ struct Attention {
         }
         values += own_values() * BYTES;
         const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
-        const auto scales = [&](float2 of_stored, int k) {
-          if (!CODES || stored) return of_stored;
-          return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);
-        };
-        const float2 own = scales(these, c.lane() / 4), other = scales(those, c.lane() / 4 + 8);
         attention.add(keys, values, next, stored ? static_cast<int>(tile % TILES) : 0,
                       c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, own, other, fresh);
         if (tile + workers >= static_cast<uint32_t>(span.tiles)) break;

@@ -417,8 +417,8 @@ Layout weighed(const trirun_cuda_step& s) {
         const int chunks = found.at.stages - s.in_flight;
         // No warp's next keys may be a ring ahead, and neither warp of the stream a round ahead of the other.
         if (chunks < std::max(ceil_div(16 << (attending - sides_log), positions), s.in_flight + 2)) break;
-        // Of 128 positions a warp's tiles, which overlap: those of 8 bits less.
-        int cost = (s.int8_cache ? 16384 : 4096) >> (attending - sides_log);
+        // Of 128 positions a warp's tiles, which overlap.
+        int cost = 4096 >> (attending - sides_log);
         cost += std::max(of_layer - 2 * found.at.stages, 0) * OF_CHUNK;
         for (int product = QKV; product < PRODUCTS; product++) {
           const ProductParts of_product = parts_of(s, product, product % 2 ? other : slots, chunks);
