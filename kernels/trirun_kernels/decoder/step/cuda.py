@@ -24,8 +24,8 @@ from .division import divide
 
 # Of a step, where they are faster than by the chain of kernels (kernels/LOG.md). Eight are of 8-bit activations alone.
 ROWS = (1, 2, 4, 8)
-# Pairs of a row and a key head, of several rows: of 128 the chain is faster behind long texts.
-MOST_PAIRS = 96
+# Pairs of a row and a key head, of several rows: of more the chain is faster behind long texts, longer than SHORT.
+MOST_PAIRS, MOST_PAIRS_OF_SHORT, SHORT = 96, 128, 4096
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
@@ -164,10 +164,10 @@ def _message_bytes(struct: StepStruct) -> int:
 
 
 def rows_taken(
-    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], *, int8_cache: bool
+    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], context: int, *, int8_cache: bool
 ) -> tuple[tuple[int, ...], str | None]:
-    """Those of the numbers of rows whose step the kernel takes, and without any the reason. Of deep down projections
-    not all have room in a multiprocessor's shared memory, of the deepest none."""
+    """Those of the numbers of rows whose step the kernel takes, over caches of ``context`` positions, and without any
+    the reason. Of deep down projections not all have room in a multiprocessor's shared memory, of the deepest none."""
     reason = refusal(model, device.arch, heads) if rows else "it was not asked for"
     if reason is not None:
         return (), reason
@@ -176,7 +176,8 @@ def rows_taken(
         struct = _sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)
         return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
 
-    taken = tuple(m for m in rows if (m == 1 or m * heads[0].kv_heads <= MOST_PAIRS) and has_room(m))
+    pairs = MOST_PAIRS if context > SHORT else MOST_PAIRS_OF_SHORT
+    taken = tuple(m for m in rows if (m == 1 or m * heads[0].kv_heads <= pairs) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"
 
 

@@ -256,21 +256,23 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
 
 @needs_tools
 @pytest.mark.parametrize(
-    ("options", "act_bits", "taken"),
+    ("options", "act_bits", "context", "taken"),
     [
-        ({"kv_heads": 2}, 8, (1, 2, 4, 8)),
-        ({"kv_heads": 2}, 16, (1, 2, 4)),
-        ({"heads": 32, "kv_heads": 32}, 16, (1, 2)),  # 128 pairs of four rows
-        ({"kv_heads": 2, "ffn": 14336}, 8, (1, 2, 4)),  # room for two chunks of eight rows
-        ({"kv_heads": 2, "ffn": 40960}, 8, ()),
+        ({"kv_heads": 2}, 8, 8192, (1, 2, 4, 8)),
+        ({"kv_heads": 2}, 16, 8192, (1, 2, 4)),
+        ({"heads": 32, "kv_heads": 32}, 16, 4096, (1, 2, 4)),  # 128 pairs of four rows
+        ({"heads": 32, "kv_heads": 32}, 16, 4160, (1, 2)),
+        ({"heads": 40, "kv_heads": 40}, 16, 4096, (1, 2)),
+        ({"kv_heads": 2, "ffn": 14336}, 8, 8192, (1, 2, 4)),  # room for two chunks of eight rows
+        ({"kv_heads": 2, "ffn": 40960}, 8, 8192, ()),
     ],
 )
-def test_rows_that_are_faster_than_by_the_chain(library, monkeypatch, options, act_bits, taken):
+def test_rows_that_are_faster_than_by_the_chain(library, monkeypatch, options, act_bits, context, taken):
     sizes = SimpleNamespace(
         trirun_cuda_step_ctas=lambda _: 0,  # as many as there are multiprocessors
         trirun_cuda_step_messages=library.trirun_cuda_step_messages,
     )
     monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: sizes)
     model = CudaModel.of(random_model(**PLAIN | FOUR | options), "cpu", torch.float16, act_bits=act_bits)
-    found, reason = rows_taken(ROWS, model, Device(90, 132), heads_of(model), int8_cache=False)
+    found, reason = rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=False)
     assert found == taken and (reason is None) == bool(taken)
