@@ -108,9 +108,8 @@ class CudaDecoder:
         self._output_scales = [1.0 if scale is None else scale.item() for scale in scales]
         self._windows = {heads.window for heads in self._heads.values()}
         self.step_rows, self.step_refusal = rows_taken(
-            ROWS if one_kernel else (), model, self._device, list(self._heads.values()), self.context,
-            int8_cache=kind == torch.int8,
-        )  # fmt: skip
+            ROWS if one_kernel else (), model, self._device, [*self._heads.values()], self.context, kind == torch.int8
+        )
         self._steps: dict[int, CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:

@@ -164,7 +164,7 @@ def _message_bytes(struct: StepStruct) -> int:
 
 
 def rows_taken(
-    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], context: int, *, int8_cache: bool
+    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], context: int, int8_cache: bool
 ) -> tuple[tuple[int, ...], str | None]:
     """Those of the numbers of rows whose step the kernel takes, over caches of ``context`` positions, and without any
     the reason. Of deep down projections not all have room in a multiprocessor's shared memory, of the deepest none."""
