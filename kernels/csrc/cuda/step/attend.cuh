@@ -266,8 +266,8 @@ struct Attention {
   }
   static_assert(MAX_FRESH <= TILE / 4 && MAX_FRESH <= POSITIONS / VALUE_BLOCKS * 2);
 
-  static constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of a head's four dimensions, of a lane: every 32nd
-  // Of CODES heads are mixed: 1 / sqrt(HD).
+  static constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of four dimensions of a head, of a lane: every 32nd
+  // What Hadamard's sums are multiplied by: 1 / sqrt(HD).
   static constexpr float MIXED = !CODES ? 1.f : HD == 64 ? 0.125f : HD == 128 ? 0.0883883476f : 0.0625f;
 
   // Queries, and for the last split the new key and value, from messages to shared memory, as attention reads them.
@@ -308,7 +308,7 @@ struct Attention {
         for (int j = 0; j < HD / 32; j++) part[j] = to[lane + j * 32];
         __syncwarp();
         decoder::turn(part, to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0, lane);
-        // Of dimensions that a lane has here, and below of those that it has there.
+        // Hadamard's sums over the dimensions that a lane has; below, where it has others, over the rest.
         if constexpr (CODES) decoder::mix_own(part, HD / 32);
         const float scale = (query ? s.scale * decoder::LOG2E : 1.f) * MIXED;
 #pragma unroll
@@ -332,7 +332,7 @@ struct Attention {
     meet_after_reading();
   }
 
-  // Dimensions 4 lane to 4 lane + 3, with those of the seven lanes beside it.
+  // Hadamard's sums over dimensions 4 lane to 4 lane + 3 and those of the seven lanes beside it.
   __device__ __forceinline__ static void mix_four(float4& v) {
     float four[] = {v.x, v.y, v.z, v.w};
     decoder::mix_own(four, 4);
