@@ -24,8 +24,9 @@ from .division import divide
 
 # Of a step, where they are faster than by the chain of kernels (kernels/LOG.md). Eight are of 8-bit activations alone.
 ROWS = (1, 2, 4, 8)
-# Pairs of a row and a key head, of several rows: of more the chain is faster behind long texts, longer than SHORT.
-MOST_PAIRS, MOST_PAIRS_OF_SHORT, SHORT = 96, 128, 4096
+# Pairs of a row and a key head, of several rows: of more the chain is faster behind long texts. To SHORT positions four
+# rows may have more; eight were not measured.
+MOST_PAIRS, MOST_PAIRS_OF_FOUR, SHORT = 96, 128, 4096
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
@@ -176,8 +177,11 @@ def rows_taken(
         struct = _sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)
         return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
 
-    pairs = MOST_PAIRS if context > SHORT else MOST_PAIRS_OF_SHORT
-    taken = tuple(m for m in rows if (m == 1 or m * heads[0].kv_heads <= pairs) and has_room(m))
+    def is_faster(m: int) -> bool:
+        most = MOST_PAIRS_OF_FOUR if context <= SHORT and m <= 4 else MOST_PAIRS
+        return m == 1 or m * heads[0].kv_heads <= most
+
+    taken = tuple(m for m in rows if is_faster(m) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"
 
 

@@ -262,6 +262,7 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
         ({"kv_heads": 2}, 16, 8192, (1, 2, 4)),
         ({"heads": 32, "kv_heads": 32}, 16, 4096, (1, 2, 4)),  # 128 pairs of four rows
         ({"heads": 32, "kv_heads": 32}, 16, 4160, (1, 2)),
+        ({"heads": 16, "kv_heads": 16}, 8, 4096, (1, 2, 4)),
         ({"heads": 40, "kv_heads": 40}, 16, 4096, (1, 2)),
         ({"kv_heads": 2, "ffn": 14336}, 8, 8192, (1, 2, 4)),  # room for two chunks of eight rows
         ({"kv_heads": 2, "ffn": 40960}, 8, 8192, ()),
