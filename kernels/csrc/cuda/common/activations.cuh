@@ -147,12 +147,17 @@ __device__ __forceinline__ float act8_scale(uint32_t amax_bits) {
   return amax_bits < 0x7f800000u ? fmaxf(__uint_as_float(amax_bits), 1e-5f) / 127.f : __uint_as_float(0x7fffffffu);
 }
 
-// The code of a value in the low byte of what is returned, given 1 / scale, rounded: the quotient as a division rounds
-// it (Markstein 1990; Muller et al., Handbook of Floating-Point Arithmetic, 4.7), in three instructions where that
-// takes a dozen. None is beyond 127, by what a scale is.
-__device__ __forceinline__ float act8_code(float value, float scale, float reciprocal) {
+// A quotient as a division rounds it, given 1 / divisor, rounded (Markstein 1990; Muller et al., Handbook of
+// Floating-Point Arithmetic, 4.7): in three instructions where that takes a dozen.
+__device__ __forceinline__ float quotient_of(float value, float divisor, float reciprocal) {
   const float quotient = value * reciprocal;
-  return fmaf(fmaf(-quotient, scale, value), reciprocal, quotient) + ROUNDER;
+  return fmaf(fmaf(-quotient, divisor, value), reciprocal, quotient);
+}
+
+// The code of a value in the low byte of what is returned, given 1 / scale, rounded. None is beyond 127, by what a
+// scale is.
+__device__ __forceinline__ float act8_code(float value, float scale, float reciprocal) {
+  return quotient_of(value, scale, reciprocal) + ROUNDER;
 }
 
 // Four codes, one byte each.

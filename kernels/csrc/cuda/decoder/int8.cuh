@@ -78,12 +78,9 @@ __device__ __forceinline__ void mix_head(float* values, int head_dim) {
 // or not finite, and reaches whatever attends to the token. largest: bits of the largest magnitude.
 template <int WORDS>
 __device__ __forceinline__ __half quantize_head(uint32_t (&words)[WORDS], const float4 (&v)[WORDS], uint32_t largest) {
-  // The quotient and the reciprocal as divisions round them (Markstein 1990), in fewer instructions.
-  constexpr float SMALLEST = 1.f / INT8_MAX_CODE;
-  const float most = __uint_as_float(largest), quotient = most * SMALLEST;
-  const __half rounded = __float2half_ru(fmaf(fmaf(-quotient, INT8_MAX_CODE, most), SMALLEST, quotient));
+  const __half rounded = __float2half_ru(quotient_of(__uint_as_float(largest), INT8_MAX_CODE, 1.f / INT8_MAX_CODE));
   const float scale = __half2float(rounded), about = reciprocal_approximate(scale);
-  const float inverse = fmaf(fmaf(-scale, about, 1.f), about, about);
+  const float inverse = fmaf(fmaf(-scale, about, 1.f), about, about);  // as a division rounds it, too
   const bool number = __float_as_uint(scale) - 1 < 0x7f7fffffu;  // above 0, and finite
   const auto code = [&](float value) { return __float_as_uint(__fmul_rn(value, inverse) + ROUNDER); };
 #pragma unroll
