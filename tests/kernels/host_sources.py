@@ -45,6 +45,17 @@ def compile_for_host(source: Path, made: Path, *flags: str) -> None:
     subprocess.run([*command, *includes, str(source), "-o", str(made)], check=True, capture_output=True, text=True)
 
 
+def lay_out(folder: Path) -> Path:
+    """Kernels' sources for the host; their folder."""
+    made = Path(shutil.copytree(SOURCES / "cuda", folder / "cuda"))
+    for part in ("step", "decoder", "gemm_decode"):
+        for file in (made / part).iterdir():
+            file.write_text(for_host(file.read_text()))
+    for file in HERE.glob("*.cuh"):
+        shutil.copy(file, made / "common")
+    return made
+
+
 def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]) -> ctypes.CDLL:
     """A library of a source file of csrc/cuda with its C functions, for the host.
 
@@ -53,15 +64,10 @@ def host_library(folder: Path, source: str, room: int, *changes: tuple[str, str]
         room: bytes of shared memory of a CTA.
         changes: to that file, what is there and what takes its place.
     """
-    shutil.copytree(SOURCES / "cuda", folder / "cuda")
-    for part in ("step", "decoder", "gemm_decode"):
-        for file in folder.glob(f"cuda/{part}/*"):
-            file.write_text(for_host(file.read_text()))
-    for file in HERE.glob("*.cuh"):
-        shutil.copy(file, folder / "cuda" / "common")
-    sizes = folder / "cuda" / "kernels.cuh"
+    sources = lay_out(folder)
+    sizes = sources / "kernels.cuh"
     sizes.write_text(sizes.read_text().replace("MAX_SHARED = 227 * 1024", f"MAX_SHARED = {room}"))
-    at = folder / "cuda" / source
+    at = sources / source
     text = at.read_text()
     for there, instead in changes:
         assert there in text

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
-from tests.kernels.host_sources import HERE, SOURCES, compile_for_host, for_host, needs_tools
+from tests.kernels.host_sources import HERE, compile_for_host, lay_out, needs_tools
 
 
 def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = None) -> Path:
@@ -17,22 +16,15 @@ def built(folder: Path, *, near_tiles: int, change: tuple[str, str] | None = Non
         near_tiles: of a warp, up to which one cluster does a row by itself.
         change: to the grouped kernel's source, what is there and what takes its place.
     """
-    common, decoder = folder / "cuda" / "common", folder / "cuda" / "decoder"
-    for place in (common, decoder):
-        place.mkdir(parents=True)
-    for file in ("elements.cuh", "activations.cuh"):
-        shutil.copy(SOURCES / "cuda" / "common" / file, common)
-    for file in HERE.glob("*.cuh"):
-        shutil.copy(file, common)
-    for name in ("attention", "attention_16bit", "attention_grouped", "heads", "limbs", "launch"):
-        text = (SOURCES / "cuda" / "decoder" / f"{name}.cuh").read_text()
-        if name == "attention":
-            text, count = re.subn(r"NEAR_TILES = \d+", f"NEAR_TILES = {near_tiles}", text)
-            assert count == 1
-        if name == "attention_grouped" and change is not None:
-            assert text.count(change[0]) == 1
-            text = text.replace(*change)
-        (decoder / f"{name}.cuh").write_text(for_host(text))
+    decoder = lay_out(folder) / "decoder"
+    attention, grouped = decoder / "attention.cuh", decoder / "attention_grouped.cuh"
+    text, count = re.subn(r"NEAR_TILES = \d+", f"NEAR_TILES = {near_tiles}", attention.read_text())
+    assert count == 1
+    attention.write_text(text)
+    if change is not None:
+        text = grouped.read_text()
+        assert text.count(change[0]) == 1
+        grouped.write_text(text.replace(*change))
     program = folder / "attention"
     compile_for_host(HERE / "attention.cpp", program)
     return program

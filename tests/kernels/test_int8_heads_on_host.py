@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 
 import torch
 from trirun_kernels.decoder import cuda_reference
 
-from tests.kernels.host_sources import HERE, SOURCES, compile_for_host, for_host, needs_tools
+from tests.kernels.host_sources import HERE, compile_for_host, lay_out, needs_tools
 
 HEAD_DIM = 128  # of on_host/int8_heads.cpp
 
 
 def quantized(folder, x):
-    for part, names in (("common", ("elements", "activations")), ("decoder", ("int8", "heads", "launch"))):
-        place = folder / "cuda" / part
-        place.mkdir(parents=True)
-        for name in names:
-            (place / f"{name}.cuh").write_text(for_host((SOURCES / "cuda" / part / f"{name}.cuh").read_text()))
-    for file in HERE.glob("*.cuh"):
-        shutil.copy(file, folder / "cuda" / "common")
+    lay_out(folder)
     made = folder / "library.so"
     compile_for_host(HERE / "int8_heads.cpp", made, "-shared", "-Xcompiler", "-fPIC")
     function = ctypes.CDLL(str(made)).quantize_heads
