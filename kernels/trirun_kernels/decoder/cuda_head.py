@@ -18,8 +18,8 @@ from ..native import cuda as library
 PASSES = 4
 # Rows of the weight that are converted at a time: 128 MiB of a 16-bit weight with 4096 columns.
 PIECE = 16384
-# Columns of a 16-bit head of few rows: of fewer, and of many more, cuBLAS is faster (kernels/LOG.md).
-COLUMNS = range(1024, 5120 + 1, 32)
+# Columns of a 16-bit head of few rows: of fewer cuBLAS is faster (kernels/LOG.md).
+FEWEST_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,11 @@ class HalfProjection:
     few: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        w, k = self.weight, self.weight.shape[1]
-        taken = w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0)
-        object.__setattr__(self, "few", limits().head_16bit_rows if taken and k in COLUMNS else 0)
+        w, few = self.weight, 0
+        if w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0):
+            taken = w.shape[1] in range(FEWEST_COLUMNS, limits().head_16bit_columns + 1, 32)
+            few = limits().head_16bit_rows if taken else 0
+        object.__setattr__(self, "few", few)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: of the weight's dtype [m, k], contiguous → [m, n].

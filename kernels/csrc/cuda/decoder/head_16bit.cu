@@ -132,16 +132,17 @@ __global__ void __launch_bounds__(THREADS, 5) head_16bit(const __grid_constant__
 #endif
 }
 
-// Pieces of 2 KiB a row where k allows. The copy engine takes as long for smaller ones, and of others memory becomes
-// slower when more than 72 KiB of a CTA are on their way (kernels/LOG.md).
+// Pieces of 2 KiB a row where k is two or three of them. The copy engine takes as long for smaller ones, on some GPUs
+// too long for these where rows are longer, and of others memory becomes slower when more than 72 KiB of a CTA are on
+// their way (kernels/LOG.md).
 void set_pieces(HeadArgs& a) {
-  constexpr int COLUMNS = 1024, MAX_COLUMNS = 1536;
-  if (a.k % COLUMNS == 0) {
+  constexpr int COLUMNS = 1024, MAX_COLUMNS = 1536, OF_LINE = 64;
+  if (a.k % COLUMNS == 0 && a.k <= 3 * COLUMNS) {
     a.columns = COLUMNS, a.stages = MAX_STAGES;
     return;
   }
-  const int pieces = (a.k + MAX_COLUMNS - 1) / MAX_COLUMNS;
-  a.columns = (a.k / BLOCK + pieces - 1) / pieces * BLOCK, a.stages = 3;
+  const int pieces = (a.k + MAX_COLUMNS - 1) / MAX_COLUMNS, columns = (a.k + pieces - 1) / pieces;
+  a.columns = (columns + OF_LINE - 1) / OF_LINE * OF_LINE, a.stages = 3;
 }
 
 }  // namespace

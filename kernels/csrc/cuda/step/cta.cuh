@@ -77,6 +77,14 @@ struct CtaOf {
   // This CTA's parts of attention are there; what the cluster's CTAs have of it is.
   __device__ __forceinline__ uint32_t parts_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
   __device__ __forceinline__ uint32_t together_barrier() const { return full(2 * a.at.stages + 3 + 2 * MAX_LOCAL); }
+  // Of two blocks of columns: sums that warps pass on, and of each warp a barrier, its turn, and how many it has had.
+  __device__ __forceinline__ int passed() const { return a.at.factors - PASSED_ROOM; }
+  __device__ __forceinline__ uint32_t turn_barrier(int warp) const {
+    return shared + passed() + PASSED_BYTES + warp * 8;
+  }
+  __device__ __forceinline__ uint32_t& turns(int warp) const {
+    return at<uint32_t>(passed() + PASSED_BYTES + WARPS * 8)[warp];
+  }
   __device__ __forceinline__ Patience patience() const { return {a.status, shared + a.at.factors + 4 * MAX_ROWS * 4}; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
@@ -163,10 +171,11 @@ struct CtaOf {
   }
 };
 
-// Slots of a row's sum of an n tile: one of each warp of the cluster that has a part in it.
-template <typename Cta>
+// Slots of a row's sum of an n tile: one of each warp of the cluster that has a part in it; of two blocks of columns
+// warps of a CTA add theirs up.
+template <int BLOCKS, typename Cta>
 __device__ __forceinline__ int slots_of_row(const Cta& c, const Geometry& g) {
-  return g.sharing.parts << c.cluster_log();
+  return (BLOCKS == 1 ? g.sharing.parts : 1) << c.cluster_log();
 }
 
 __device__ __forceinline__ const trirun_cuda_step_weight& weight_of(const trirun_cuda_step_layer& layer, int product) {

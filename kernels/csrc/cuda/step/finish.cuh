@@ -17,7 +17,7 @@ __device__ __forceinline__ float2 load_rows(const float* from) {
 __device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float2 operator+(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
 
-template <int LIMBS, bool GROUPS, typename Cta>
+template <int LIMBS, bool GROUPS, int BLOCKS, typename Cta>
 struct Finisher {
   Cta& c;
   uint32_t sums = 0;  // parity of the next sums of every unit of either buffer, in bits
@@ -188,7 +188,7 @@ struct Finisher {
     uint32_t tag = c.tag(index);
     const int lane = c.lane(), rows_log = c.rows_log(), rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP, to_residual = product == O || product == DOWN;
-    const int parts = slots_of_row(c, g), units = pairs ? g.n_tiles / 2 : g.n_tiles;
+    const int parts = slots_of_row<BLOCKS>(c, g), units = pairs ? g.n_tiles / 2 : g.n_tiles;
     const trirun_cuda_step_weight& weight = weight_of(layer, product);
     const void* bias = (&layer.qkv_bias)[product];
     const float* norm = nullptr;

@@ -36,6 +36,9 @@ constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;  // one for each lane of the warp that chooses
 constexpr int MAX_GROUP = 16;  // query heads of a key head
 constexpr int MAX_FRESH = 4;  // rows of one sequence
+constexpr int MAX_PASSED = 4;  // n tiles whose sums warps pass on to each other at once
+constexpr int PASSED_BYTES = MAX_PASSED * MAX_ROWS * SLOT_BYTES, PASSED_ROOM = PASSED_BYTES + 256;
+static_assert(PASSED_BYTES + WARPS * 12 <= PASSED_ROOM && PASSED_ROOM % 128 == 0);
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
 constexpr int MAX_CLUSTER_LOG = 3, MAX_CLUSTER = 1 << MAX_CLUSTER_LOG;  // CTAs
 constexpr int MAX_CLUSTERS = 72;  // of a launch
@@ -136,6 +139,7 @@ struct Memory {
   int attention;  // float [parts of attention][heads, HEADS at most][head_dim + 4]: in the place of the first slots
   int limbs, limb_buffer;  // of this CTA's k of an input, two of them: [k tile][half 2][column][t 4][16 bytes]
   int scales, scale_buffer;  // of a k tile and row its scale, and the sum of its integers: [2][k tiles][rows]
+  // Of two blocks of columns, PASSED_ROOM before factors: float4 [MAX_PASSED][4][32], uint64 [WARPS], uint32 [WARPS].
   int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; uint64: when to give up; uint32
   int residual;  // float4 [local units of the hidden size][rows][16]
   int parked;  // Parked [WARPS]

@@ -136,7 +136,7 @@ struct Stream {
   }
 };
 
-template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED, bool ONE_ROW>
+template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED, bool ONE_ROW, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
   constexpr bool GROUPS = SCALE != gemm_decode::PER_CHANNEL;
   const trirun_cuda_step& s = a.s;
@@ -151,6 +151,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     }
     barrier_init(c.parts_barrier(), 1);
     barrier_init(c.together_barrier(), 1);
+    if constexpr (BLOCKS > 1)
+      for (int i = 0; i < WARPS; i++) barrier_init(c.turn_barrier(i), 1), c.turns(i) = 0;
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
     barrier_init_fence();
@@ -162,9 +164,10 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   dependency_wait();  // for what kernels before wrote: all but the layers
   if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
   __syncthreads();
-  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, Cta>::make_share(c, c.lane());
+  if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, BLOCKS, Cta>::make_share(c, c.lane());
   if (warp == 1) plan_items<HD, ELEMENT>(c);
-  if (warp >= WARPS && warp < WARPS + FINISHERS) Finisher<LIMBS, GROUPS, Cta>(c).begin();  // on its way meanwhile
+  if (warp >= WARPS && warp < WARPS + FINISHERS)
+    Finisher<LIMBS, GROUPS, BLOCKS, Cta>(c).begin();  // on its way meanwhile
   __syncthreads();
   cluster_arrive();
   cluster_wait();
@@ -173,7 +176,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   if (warp < WARPS) {
 #pragma unroll 1
     for (uint32_t phase = 0; phase < phases; phase++) {
-      Multiplier<LIMBS, SCALE, Cta>::run(c, phase);
+      Multiplier<LIMBS, SCALE, BLOCKS, Cta>::run(c, phase);
       if (phase % PRODUCTS != QKV) continue;
       c.park(phase);
 #pragma unroll 1
@@ -188,7 +191,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     for (int i = 0; i < c.plan().item_count; i++) Joiner<Cta>{c}.clear(c.plan().items[i]);
   } else {
     if (warp < WARPS + FINISHERS) {
-      Finisher<LIMBS, GROUPS, Cta> finisher(c);
+      Finisher<LIMBS, GROUPS, BLOCKS, Cta> finisher(c);
 #pragma unroll 1
       for (uint32_t phase = 0; phase < phases; phase++) {
         finisher.run(phase);
@@ -211,8 +214,10 @@ using Kernel = void (*)(StepArgs);
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 Kernel of_rows(const trirun_cuda_step& s) {
-  return s.m == 1 && s.cluster == MAX_CLUSTER ? decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true>
-                                              : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false>;
+  if (s.m == 1 && s.cluster == MAX_CLUSTER) return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true, 1>;
+  if constexpr (LIMBS == 2 && SCALE == gemm_decode::PER_CHANNEL)
+    if (s.m == 8) return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false, 2>;
+  return s.m * LIMBS > 8 ? nullptr : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false, 1>;
 }
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT>
@@ -243,7 +248,7 @@ Kernel kernel_of(const trirun_cuda_step& s) {
   using namespace gemm_decode;
   if (s.group_size == -1 && !s.real_zeros) {
     if (s.act_bits == TRIRUN_ACT8) return of_elements<1, PER_CHANNEL>(s);
-    return s.m <= 4 ? of_elements<2, PER_CHANNEL>(s) : nullptr;
+    return of_elements<2, PER_CHANNEL>(s);
   }
   if (s.group_size != K_TILE || s.act_bits == TRIRUN_ACT8 || s.m > 4) return nullptr;
   return s.real_zeros ? of_elements<2, PER_K_TILE>(s) : of_elements<2, PER_K_TILE_PLAIN>(s);
@@ -309,9 +314,12 @@ int check_plan(const trirun_cuda_step& s) {
   return TRIRUN_OK;
 }
 
+// Whether x has two blocks of eight columns.
+bool of_two_blocks(const trirun_cuda_step& s) { return s.m * s.act_bits / 8 > 8; }
+
 // Bytes of the slots of one product, of all that a CTA finishes.
-int slot_bytes(const trirun_cuda_step& s, int product, int parts) {
-  return local_of(s, product) * tiles_of_unit(product) * s.cluster * parts * static_cast<int>(s.m) * SLOT_BYTES;
+int slot_bytes(const trirun_cuda_step& s, int product, int senders) {
+  return local_of(s, product) * tiles_of_unit(product) * s.cluster * senders * static_cast<int>(s.m) * SLOT_BYTES;
 }
 
 // How many warps share an n tile, how many n tiles are multiplied at once, and what that costs in cycles: a k tile
@@ -323,16 +331,21 @@ struct ProductParts {
   int cost = 1 << 24;
 };
 ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
-  constexpr int ISSUED = 233, WAITED = 600, ENDS = 700, ADDED = 20, SCHEDULERS = 4;
+  constexpr int ISSUED = 233, ISSUED_OF_TWO = 330, WAITED = 600, ENDS = 700, ADDED = 20, PASSED = 100, SCHEDULERS = 4;
   const int tiles = units_of(s, product) * tiles_of_unit(product), depth = depth_of(s, product);
+  const bool two = of_two_blocks(s);
   ProductParts best;
   for (int parts = 1; parts <= WARPS; parts++)
     for (int at_once = 1; at_once <= std::min(tiles, WARPS / parts); at_once++) {
-      if (slot_bytes(s, product, parts) > slots || at_once * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
-      int cost = s.cluster * parts * ADDED;
+      const int senders = two ? 1 : parts;
+      if (slot_bytes(s, product, senders) > slots || at_once * ceil_div(depth, CHUNK_K_TILES) > chunks ||
+          (two && parts > 1 && at_once > MAX_PASSED))
+        continue;
+      int cost = s.cluster * senders * ADDED + (parts - senders) * PASSED;
       for (int left = tiles; left > 0; left -= at_once) {
-        const int warps = std::min(left, at_once) * parts;
-        cost += ceil_div(depth, parts) * std::max(WAITED, ISSUED * ceil_div(warps, SCHEDULERS)) + ENDS;
+        const int warps = std::min(left, at_once) * parts,
+                  issued = (two ? ISSUED_OF_TWO : ISSUED) * ceil_div(warps, SCHEDULERS);
+        cost += ceil_div(depth, parts) * std::max(WAITED, issued) + ENDS;
       }
       if (cost < best.cost) best = {{parts, at_once, ceil_div(1 << 16, parts)}, cost};
     }
@@ -363,6 +376,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   const int group = static_cast<int>(s.heads / s.kv_heads), fresh = std::min(rows, MAX_FRESH);
   at.heads = take(std::max(second * K_TILE * rows * limbs, std::min(group + 2 * fresh, WARPS) * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
+  if (of_two_blocks(s)) take(PASSED_ROOM);
   at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));

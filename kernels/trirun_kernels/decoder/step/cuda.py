@@ -22,11 +22,13 @@ from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
 from .division import divide
 
-# Of a step, where they are faster than by the chain of kernels (kernels/LOG.md). Eight are of 8-bit activations alone.
+# Of a step, where they are faster than by the chain of kernels (kernels/LOG.md).
 ROWS = (1, 2, 4, 8)
 # Pairs of a row and a key head, of several rows: of more the chain is faster behind long texts. To SHORT positions four
 # rows may have more; eight were not measured.
 MOST_PAIRS, MOST_PAIRS_OF_FOUR, SHORT = 96, 128, 4096
+# Weights of a layer, of eight rows of 16-bit activations: of more the chain is as fast.
+MOST_WEIGHTS = 72 << 20
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
@@ -173,13 +175,17 @@ def rows_taken(
     if reason is not None:
         return (), reason
 
+    h, hidden = heads[0], model.shape.hidden
+    weights = hidden * (2 * (h.heads + h.kv_heads) * h.head_dim + 3 * model.shape.layers[0].feed_forward.size)
+
     def has_room(m: int) -> bool:
-        struct = _sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)
+        struct = _sizes(model, h, m, device.sms, int8_cache=int8_cache)
         return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
 
     def is_faster(m: int) -> bool:
         most = MOST_PAIRS_OF_FOUR if context <= SHORT and m <= 4 else MOST_PAIRS
-        return m == 1 or m * heads[0].kv_heads <= most
+        large = m == 8 and model.act_bits == 16 and weights > MOST_WEIGHTS
+        return m == 1 or (m * h.kv_heads <= most and not large)
 
     taken = tuple(m for m in rows if is_faster(m) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"

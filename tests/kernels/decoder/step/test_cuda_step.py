@@ -149,9 +149,11 @@ def test_codes_and_scales_are_those_of_the_chain(dtype):
 
 @gpu
 @BOTH
-@pytest.mark.parametrize(("rows", "act_bits"), [(2, 16), (4, 16), (4, 8), (8, 8)])
-def test_rows_of_a_batch_come_and_go(rows, act_bits, dtype):
-    weights = random_model(**PLAIN | MODELS["two queries a key"] | {"layers": 3})
+@pytest.mark.parametrize(
+    ("rows", "act_bits", "ffn"), [(2, 16, 384), (4, 16, 384), (4, 8, 384), (8, 8, 384), (8, 16, 1792)]
+)
+def test_rows_of_a_batch_come_and_go(rows, act_bits, ffn, dtype):
+    weights = random_model(**PLAIN | MODELS["two queries a key"] | {"layers": 3, "ffn": ffn})
     one, chain = decoders(weights, rows, dtype, act_bits)
     for layers in zip(one.cache, chain.cache, strict=True):
         layers[0].normal_()
@@ -170,6 +172,21 @@ def test_rows_of_a_batch_come_and_go(rows, act_bits, dtype):
     for mine, theirs in zip(one.cache, chain.cache, strict=True):
         changed = (mine - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1)
         assert (changed > 0).float().mean() < 0.1 and changed[changed > 0].median() < 2e-2
+
+
+@gpu
+def test_eight_rows_whose_warps_pass_sums_on_of_one_tile_after_another(monkeypatch):
+    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.MOST_WEIGHTS", 1 << 30)
+    sizes = {"hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 1}
+    weights = random_model(**PLAIN | sizes)
+    one, _ = decoders(weights, 8)
+    assert 8 in one.step_rows
+    batch = inputs(range(8), range(8), [0] * 8)
+    found = one.forward(batch)
+    expected = torch.cat([decoder_reference.forward(weights, torch.tensor([token]), act_bits=16) for token in range(8)])
+    errors = (found.float().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 1e-3 and errors.max() < 1e-2
+    assert all(torch.equal(one.forward(batch), found) for _ in range(50))
 
 
 @gpu

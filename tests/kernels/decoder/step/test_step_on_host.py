@@ -49,6 +49,8 @@ CASES = [
     ({**WIDE, "kv_heads": 2}, 16, torch.float16, True, [33, 140]),
     ({"spec": QuantSpec(-1, 1.5), "activation": "gelu_tanh", "ffn": 640}, 16, torch.float16, False, [5] * 4),
     ({"kv_heads": 2, "ffn": 256, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
+    ({"kv_heads": 2, "ffn": 1792}, 16, torch.float16, False, [9, 70, 3, 140, 5, 64, 20, 33]),
+    ({**FOUR, "kv_heads": 4, "sub_norm": True}, 16, torch.float16, False, [9, 70, 3, 140, 5, 64, 20, 33]),
     ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
     ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
     ({**EIGHT, "kv_heads": 4, "sub_norm": True}, 8, torch.float16, True, [150]),
@@ -259,7 +261,7 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
     ("options", "act_bits", "context", "taken"),
     [
         ({"kv_heads": 2}, 8, 8192, (1, 2, 4, 8)),
-        ({"kv_heads": 2}, 16, 8192, (1, 2, 4)),
+        ({"kv_heads": 2}, 16, 8192, (1, 2, 4, 8)),
         ({"heads": 32, "kv_heads": 32}, 16, 4096, (1, 2, 4)),  # 128 pairs of four rows
         ({"heads": 32, "kv_heads": 32}, 16, 4160, (1, 2)),
         ({"heads": 16, "kv_heads": 16}, 8, 4096, (1, 2, 4)),
@@ -269,11 +271,25 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
     ],
 )
 def test_rows_that_are_faster_than_by_the_chain(library, monkeypatch, options, act_bits, context, taken):
+    model = CudaModel.of(random_model(**PLAIN | FOUR | options), "cpu", torch.float16, act_bits=act_bits)
+    found, reason = rows_of(model, library, monkeypatch, context)
+    assert found == taken and (reason is None) == bool(taken)
+
+
+@needs_tools
+def test_eight_rows_of_large_layers_stay_with_the_chain(library, monkeypatch):
+    # This model's layers have 1.4 million.
+    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.MOST_WEIGHTS", 1 << 20)
+    for act_bits, taken in ((16, (1, 2, 4)), (8, (1, 2, 4, 8))):
+        model = CudaModel.of(random_model(**PLAIN | FOUR | {"kv_heads": 2}), "cpu", torch.float16, act_bits=act_bits)
+        assert rows_of(model, library, monkeypatch, 8192)[0] == taken
+
+
+def rows_of(model, library, monkeypatch, context):
+    """What the kernel takes of a model's steps on an H200, and why none."""
     sizes = SimpleNamespace(
         trirun_cuda_step_ctas=lambda _: 0,  # as many as there are multiprocessors
         trirun_cuda_step_messages=library.trirun_cuda_step_messages,
     )
     monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: sizes)
-    model = CudaModel.of(random_model(**PLAIN | FOUR | options), "cpu", torch.float16, act_bits=act_bits)
-    found, reason = rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=False)
-    assert found == taken and (reason is None) == bool(taken)
+    return rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=False)
