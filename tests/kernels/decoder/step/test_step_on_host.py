@@ -51,6 +51,7 @@ CASES = [
     ({"kv_heads": 2, "ffn": 256, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
     ({"kv_heads": 2, "ffn": 1792}, 16, torch.float16, False, [9, 70, 3, 140, 5, 64, 20, 33]),
     ({**FOUR, "kv_heads": 4, "sub_norm": True}, 16, torch.float16, False, [9, 70, 3, 140, 5, 64, 20, 33]),
+    ({"heads": 6, "kv_heads": 1, "ffn": 1792, "layers": 1}, 16, torch.float16, True, [9, 70, 3, 140, 5, 64, 20, 33]),
     ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
     ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
     ({**EIGHT, "kv_heads": 4, "sub_norm": True}, 8, torch.float16, True, [150]),
