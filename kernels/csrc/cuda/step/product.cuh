@@ -263,13 +263,11 @@ struct Multiplier {
     __syncwarp();
   }
 
-  // Sums of an n tile and two blocks of columns to their slots. Warps that share the n tile add theirs up on the way,
-  // one after another: slots for each of them would leave the ring no room. What follows from the product is looked up
-  // here, or the compiler would do so before the n tile, and have no registers for it.
-  __device__ __forceinline__ static void pass_on(Cta& c, const S& sums, int product, int tile, float zero) {
-    c.begin_phase();
-    const Geometry g = c.geometry(product);
-    const int lane = c.lane(), warp = kept_anew(c.warp()), parts = g.sharing.parts, part = nth_of(g, warp);
+  // Sums of two blocks of columns of an n tile to their slots. Warps that share it add their sums up on the way, one after another:
+  // slots for each of them would leave the ring no room.
+  __device__ __forceinline__ static void pass_on(const Cta& c, const Geometry& g, const S& sums, int product, int tile,
+                                                 float zero) {
+    const int lane = lane_anew(), warp = c.warp(), parts = g.sharing.parts, part = nth_of(g, warp);
     float4 words[BLOCKS][2];
 #pragma unroll
     for (int n = 0; n < BLOCKS; n++) sums.values(words[n], n, 0, zero, 1.f);
@@ -379,7 +377,7 @@ struct Multiplier {
         at.advance(c.a.at.stages);
         base = words0, end = min(end + CHUNK_K_TILES, k_last);
       } while (k < k_last);
-      if constexpr (BLOCKS > 1) pass_on(c, sums, kept_anew(product), kept_anew(tile), zero);
+      if constexpr (BLOCKS > 1) pass_on(c, g, sums, product, tile, zero);
       // As the compiler does not know, or it would find what the next n tile needs before the first one.
       const uint32_t step = kept_anew(g.sharing.at_once);
       tile += step;

@@ -27,8 +27,9 @@ ROWS = (1, 2, 4, 8)
 # Pairs of a row and a key head, of several rows: of more the chain is faster behind long texts. To SHORT positions four
 # rows may have more; eight were not measured.
 MOST_PAIRS, MOST_PAIRS_OF_FOUR, SHORT = 96, 128, 4096
-# Weights of a layer, of eight rows of 16-bit activations: of more the chain is as fast.
-MOST_WEIGHTS = 72 << 20
+# Of eight rows of 16-bit activations: weights of a layer, since of more the chain is as fast; and query heads of a key
+# head of more than 64 dimensions over an int8 cache, since of more the kernel has too few registers.
+MOST_WEIGHTS, MOST_QUERIES = 72 << 20, 4
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
@@ -184,8 +185,9 @@ def rows_taken(
 
     def is_faster(m: int) -> bool:
         most = MOST_PAIRS_OF_FOUR if context <= SHORT and m <= 4 else MOST_PAIRS
-        large = m == 8 and model.act_bits == 16 and weights > MOST_WEIGHTS
-        return m == 1 or (m * h.kv_heads <= most and not large)
+        many_queries = int8_cache and h.head_dim > 64 and h.heads // h.kv_heads > MOST_QUERIES
+        slower = m == 8 and model.act_bits == 16 and (weights > MOST_WEIGHTS or many_queries)
+        return m == 1 or (m * h.kv_heads <= most and not slower)
 
     taken = tuple(m for m in rows if is_faster(m) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"

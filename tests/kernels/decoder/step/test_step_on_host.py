@@ -286,11 +286,19 @@ def test_eight_rows_of_large_layers_stay_with_the_chain(library, monkeypatch):
         assert rows_of(model, library, monkeypatch, 8192)[0] == taken
 
 
-def rows_of(model, library, monkeypatch, context):
+@needs_tools
+def test_eight_rows_of_many_queries_a_key_stay_with_the_chain_over_an_int8_cache(library, monkeypatch):
+    for head_dim, taken in ((128, (1, 2, 4)), (64, (1, 2, 4, 8))):
+        weights = random_model(**PLAIN | FOUR | {"kv_heads": 1, "head_dim": head_dim})
+        model = CudaModel.of(weights, "cpu", torch.float16, act_bits=16)
+        assert rows_of(model, library, monkeypatch, 8192, int8_cache=True)[0] == taken
+
+
+def rows_of(model, library, monkeypatch, context, int8_cache=False):
     """What the kernel takes of a model's steps on an H200, and why none."""
     sizes = SimpleNamespace(
         trirun_cuda_step_ctas=lambda _: 0,  # as many as there are multiprocessors
         trirun_cuda_step_messages=library.trirun_cuda_step_messages,
     )
     monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: sizes)
-    return rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=False)
+    return rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=int8_cache)
