@@ -50,9 +50,9 @@ struct Sums {
   }
 
   // One k tile. words: shared address of this lane's 16 bytes of its first block of 32 k. limbs: of this lane's column
-  // and bytes; half: bytes from the first two blocks to the others. scales: of its float2 of the first row. Of one block
-  // of columns, following and b are the first of words and limbs, loaded before, and afterwards, if there is `more`,
-  // those of the next k tile: of two there are no registers for them.
+  // and bytes; half: bytes from the first two blocks to the others. scales: of its float2 of the first row. Of one
+  // block of columns, following and b are the first of words and limbs, loaded before, and afterwards, if there is
+  // `more`, those of the next k tile: of two there are no registers for them.
   __device__ __forceinline__ void add(uint4& following, uint4& b, bool more, uint32_t words, uint32_t limbs,
                                       uint32_t half, uint32_t scales, int tokens, const RowScales& rows, float zero) {
     constexpr int AT_ONCE = 4 / BLOCKS;  // row blocks: of more there were too many sums on their way
@@ -263,8 +263,8 @@ struct Multiplier {
     __syncwarp();
   }
 
-  // Sums of two blocks of columns of an n tile to their slots. Warps that share it add their sums up on the way, one after another:
-  // slots for each of them would leave the ring no room.
+  // Sums of an n tile and two blocks of columns to their slots. Warps that share the n tile add theirs up on the way,
+  // one after another: slots for each of them would leave the ring no room.
   __device__ __forceinline__ static void pass_on(const Cta& c, const Geometry& g, const S& sums, int product, int tile,
                                                  float zero) {
     const int lane = lane_anew(), warp = c.warp(), parts = g.sharing.parts, part = nth_of(g, warp);

@@ -259,46 +259,29 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
 
 @needs_tools
 @pytest.mark.parametrize(
-    ("options", "act_bits", "context", "taken"),
+    ("options", "act_bits", "int8", "context", "taken"),
     [
-        ({"kv_heads": 2}, 8, 8192, (1, 2, 4, 8)),
-        ({"kv_heads": 2}, 16, 8192, (1, 2, 4, 8)),
-        ({"heads": 32, "kv_heads": 32}, 16, 4096, (1, 2, 4)),  # 128 pairs of four rows
-        ({"heads": 32, "kv_heads": 32}, 16, 4160, (1, 2)),
-        ({"heads": 16, "kv_heads": 16}, 8, 4096, (1, 2, 4)),
-        ({"heads": 40, "kv_heads": 40}, 16, 4096, (1, 2)),
-        ({"kv_heads": 2, "ffn": 14336}, 8, 8192, (1, 2, 4)),  # room for two chunks of eight rows
-        ({"kv_heads": 2, "ffn": 40960}, 8, 8192, ()),
+        ({"kv_heads": 2}, 8, False, 8192, (1, 2, 4, 8)),
+        ({"kv_heads": 2}, 16, False, 8192, (1, 2, 4, 8)),
+        ({"heads": 10, "kv_heads": 2}, 16, False, 8192, (1, 2, 4)),  # beyond MOST_WEIGHTS, which is lower here
+        ({"heads": 10, "kv_heads": 2}, 8, False, 8192, (1, 2, 4, 8)),
+        ({"kv_heads": 1}, 16, True, 8192, (1, 2, 4, 8)),
+        ({"heads": 6, "kv_heads": 1, "head_dim": 128, "ffn": 256}, 16, True, 8192, (1, 2, 4)),
+        ({"heads": 32, "kv_heads": 32}, 16, False, 4096, (1, 2, 4)),  # 128 pairs of four rows
+        ({"heads": 32, "kv_heads": 32}, 16, False, 4160, (1, 2)),
+        ({"heads": 16, "kv_heads": 16}, 8, False, 4096, (1, 2, 4)),
+        ({"heads": 40, "kv_heads": 40}, 16, False, 4096, (1, 2)),
+        ({"kv_heads": 2, "ffn": 14336}, 8, False, 8192, (1, 2, 4)),  # room for two chunks of eight rows
+        ({"kv_heads": 2, "ffn": 40960}, 8, False, 8192, ()),
     ],
 )
-def test_rows_that_are_faster_than_by_the_chain(library, monkeypatch, options, act_bits, context, taken):
-    model = CudaModel.of(random_model(**PLAIN | FOUR | options), "cpu", torch.float16, act_bits=act_bits)
-    found, reason = rows_of(model, library, monkeypatch, context)
-    assert found == taken and (reason is None) == bool(taken)
-
-
-@needs_tools
-def test_eight_rows_of_large_layers_stay_with_the_chain(library, monkeypatch):
-    # This model's layers have 1.4 million.
-    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.MOST_WEIGHTS", 1 << 20)
-    for act_bits, taken in ((16, (1, 2, 4)), (8, (1, 2, 4, 8))):
-        model = CudaModel.of(random_model(**PLAIN | FOUR | {"kv_heads": 2}), "cpu", torch.float16, act_bits=act_bits)
-        assert rows_of(model, library, monkeypatch, 8192)[0] == taken
-
-
-@needs_tools
-def test_eight_rows_of_many_queries_a_key_stay_with_the_chain_over_an_int8_cache(library, monkeypatch):
-    for head_dim, taken in ((128, (1, 2, 4)), (64, (1, 2, 4, 8))):
-        weights = random_model(**PLAIN | FOUR | {"kv_heads": 1, "head_dim": head_dim})
-        model = CudaModel.of(weights, "cpu", torch.float16, act_bits=16)
-        assert rows_of(model, library, monkeypatch, 8192, int8_cache=True)[0] == taken
-
-
-def rows_of(model, library, monkeypatch, context, int8_cache=False):
-    """What the kernel takes of a model's steps on an H200, and why none."""
+def test_rows_that_are_faster_than_by_the_chain(library, monkeypatch, options, act_bits, int8, context, taken):
     sizes = SimpleNamespace(
         trirun_cuda_step_ctas=lambda _: 0,  # as many as there are multiprocessors
         trirun_cuda_step_messages=library.trirun_cuda_step_messages,
     )
     monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: sizes)
-    return rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=int8_cache)
+    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.MOST_WEIGHTS", 1_500_000)
+    model = CudaModel.of(random_model(**PLAIN | FOUR | options), "cpu", torch.float16, act_bits=act_bits)
+    found, reason = rows_taken(ROWS, model, Device(90, 132), heads_of(model), context, int8_cache=int8)
+    assert found == taken and (reason is None) == bool(taken)
