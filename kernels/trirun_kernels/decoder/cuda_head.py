@@ -18,7 +18,7 @@ from ..native import cuda as library
 PASSES = 4
 # Rows of the weight that are converted at a time: 128 MiB of a 16-bit weight with 4096 columns.
 PIECE = 16384
-# Columns of a 16-bit head of few rows: of fewer cuBLAS is faster (kernels/LOG.md).
+# Columns of a 16-bit head of few rows, at least: of fewer cuBLAS is faster (kernels/LOG.md).
 FEWEST_COLUMNS = 1024
 
 
@@ -36,11 +36,10 @@ class HalfProjection:
     few: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        w, few = self.weight, 0
-        if w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0):
-            taken = w.shape[1] in range(FEWEST_COLUMNS, limits().head_16bit_columns + 1, 32)
-            few = limits().head_16bit_rows if taken else 0
-        object.__setattr__(self, "few", few)
+        w, k = self.weight, self.weight.shape[1]
+        taken = w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0)
+        taken = taken and FEWEST_COLUMNS <= k <= limits().head_16bit_columns and k % 32 == 0
+        object.__setattr__(self, "few", limits().head_16bit_rows if taken else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: of the weight's dtype [m, k], contiguous → [m, n].

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(THREADS, 5) head_16bit(const __grid_constant__
 #endif
 }
 
-// Pieces of 2 KiB a row where k is two or three of them. The copy engine takes as long for smaller ones, on some GPUs
+// Pieces of 2 KiB a row where k is at most three of them. The copy engine takes as long for smaller ones, on some GPUs
 // too long for these where rows are longer, and of others memory becomes slower when more than 72 KiB of a CTA are on
 // their way (kernels/LOG.md).
 void set_pieces(HeadArgs& a) {

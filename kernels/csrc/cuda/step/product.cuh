@@ -3,7 +3,7 @@
 // They take the input together, and meet. Then warps share an n tile where tiles are few, each with some of its k
 // tiles, which are the same for all n tiles that it multiplies. Sums go to the shared memory of the CTA that finishes
 // the unit, one slot for each warp of the cluster that had a part in it, and are counted there by a barrier: nobody
-// meets anybody on the way.
+// meets anybody on the way. Of sixteen columns, warps that share an n tile pass their sums on to each other instead.
 #pragma once
 
 #include "parts.cuh"
@@ -44,7 +44,7 @@ struct Sums {
     for (int i = 0; i < TOKENS * BLOCKS; i++) (&x_sum[0][0])[i] = 0.f, forget((&x_sum[0][0])[i]);
   }
 
-  // A lane's e-th token of a block.
+  // A lane's e-th token of a block; of one block there may be fewer.
   __device__ __forceinline__ static int token_of(int lane, int n, int e) {
     return LIMBS == 2 ? n * 4 + lane % 4 : lane % 4 * 2 + e;
   }

@@ -212,12 +212,15 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 
 using Kernel = void (*)(StepArgs);
 
+// Whether x has two blocks of eight columns.
+bool of_two_blocks(const trirun_cuda_step& s) { return s.m * s.act_bits / 8 > 8; }
+
 template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 Kernel of_rows(const trirun_cuda_step& s) {
   if (s.m == 1 && s.cluster == MAX_CLUSTER) return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, true, 1>;
   if constexpr (LIMBS == 2 && SCALE == gemm_decode::PER_CHANNEL)
-    if (s.m == 8) return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false, 2>;
-  return s.m * LIMBS > 8 ? nullptr : decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false, 1>;
+    if (of_two_blocks(s)) return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false, 2>;
+  return decode_step<LIMBS, SCALE, HD, ELEMENT, PACKED, false, 1>;
 }
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT>
@@ -314,9 +317,6 @@ int check_plan(const trirun_cuda_step& s) {
   return TRIRUN_OK;
 }
 
-// Whether x has two blocks of eight columns.
-bool of_two_blocks(const trirun_cuda_step& s) { return s.m * s.act_bits / 8 > 8; }
-
 // Bytes of the slots of one product, of all that a CTA finishes.
 int slot_bytes(const trirun_cuda_step& s, int product, int senders) {
   return local_of(s, product) * tiles_of_unit(product) * s.cluster * senders * static_cast<int>(s.m) * SLOT_BYTES;
@@ -324,8 +324,9 @@ int slot_bytes(const trirun_cuda_step& s, int product, int senders) {
 
 // How many warps share an n tile, how many n tiles are multiplied at once, and what that costs in cycles: a k tile
 // takes its instructions' time where four warps share a scheduler, and what they wait for each other where one has it;
-// every n tile has a beginning and an end, and sums have to be added (kernels/LOG.md). None where there is no room for
-// the sums, or where a warp's next n tile could be a ring of `chunks` ahead.
+// every n tile has a beginning and an end, and sums have to be added, or of two blocks of columns passed on
+// (kernels/LOG.md). None where there is no room for the sums, or where a warp's next n tile could be a ring of `chunks`
+// ahead.
 struct ProductParts {
   Sharing sharing;
   int cost = 1 << 24;
@@ -334,6 +335,7 @@ ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chu
   constexpr int ISSUED = 233, ISSUED_OF_TWO = 330, WAITED = 600, ENDS = 700, ADDED = 20, PASSED = 100, SCHEDULERS = 4;
   const int tiles = units_of(s, product) * tiles_of_unit(product), depth = depth_of(s, product);
   const bool two = of_two_blocks(s);
+  const int issued = two ? ISSUED_OF_TWO : ISSUED;
   ProductParts best;
   for (int parts = 1; parts <= WARPS; parts++)
     for (int at_once = 1; at_once <= std::min(tiles, WARPS / parts); at_once++) {
@@ -343,9 +345,8 @@ ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chu
         continue;
       int cost = s.cluster * senders * ADDED + (parts - senders) * PASSED;
       for (int left = tiles; left > 0; left -= at_once) {
-        const int warps = std::min(left, at_once) * parts,
-                  issued = (two ? ISSUED_OF_TWO : ISSUED) * ceil_div(warps, SCHEDULERS);
-        cost += ceil_div(depth, parts) * std::max(WAITED, issued) + ENDS;
+        const int warps = std::min(left, at_once) * parts;
+        cost += ceil_div(depth, parts) * std::max(WAITED, issued * ceil_div(warps, SCHEDULERS)) + ENDS;
       }
       if (cost < best.cost) best = {{parts, at_once, ceil_div(1 << 16, parts)}, cost};
     }
