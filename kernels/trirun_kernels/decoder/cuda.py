@@ -24,7 +24,7 @@ from .cuda_experts import Mixed
 from .cuda_prompts import OfWindows, Prompts, Segment, prompt_attention, prompts_of
 from .cuda_weights import Activations, CudaInputs, CudaModel, rows_in_limbs
 from .shape import MOST_INT8_HEAD_DIM, Attention, mixer_runs
-from .step.cuda import MAX_FRESH, ROWS, CudaStep, rows_taken
+from .step.cuda import ROWS, CudaStep, rows_taken
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
@@ -158,7 +158,7 @@ class CudaDecoder:
         delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
-        if m in self.step_rows and not splits and all(segment.count <= MAX_FRESH for segment in segments):
+        if m in self.step_rows and not splits:
             return self._one_kernel(inputs, wanted)
         prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)

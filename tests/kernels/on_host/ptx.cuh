@@ -87,7 +87,7 @@ void forget(T&) {}
 inline float reciprocal_approximate(float v) { return 1.f / v; }
 inline uint32_t kept_anew(uint32_t v) { return v; }
 inline uint32_t kept(uint32_t v, int) { return v; }
-inline int thread_anew() { return on_host::self->thread; }
+inline int lane_anew() { return on_host::self->thread % 32; }
 
 struct Relaxed16 {
   uint64_t low, high;

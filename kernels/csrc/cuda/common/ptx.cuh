@@ -124,15 +124,15 @@ __device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void forget(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void forget(void*& v) { asm volatile("" : "+l"(v)); }
 
-// The same of one that is used where it is returned; and a thread's number, read here.
+// The same of one that is used where it is returned; and a lane's number in its warp, read here.
 __device__ __forceinline__ uint32_t kept_anew(uint32_t v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-__device__ __forceinline__ int thread_anew() {
+__device__ __forceinline__ int lane_anew() {
   int v;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
-  return v;
+  return v & 31;
 }
 
 // A lane's own value out of a shuffle, which the compiler cannot repeat: else it may compute it anew at every use.

@@ -259,12 +259,11 @@ struct Attention {
   // Where the new keys, the new values and, of CODES, their scales are, as the cache would have them.
   __device__ __forceinline__ static uint32_t newest(const Cta& c) { return c.shared + c.a.at.newest; }
   __device__ __forceinline__ static uint32_t newest_values(const Cta& c) {
-    return newest(c) + min(c.rows(), MAX_FRESH) * ROW;
+    return newest(c) + newest_positions(POSITIONS, c.rows()) * ROW;
   }
   __device__ __forceinline__ static uint32_t newest_scales(const Cta& c) {
-    return newest_values(c) + min(c.rows(), MAX_FRESH) * ROW + BLOCK_PADDING;
+    return newest_values(c) + newest_positions(POSITIONS, c.rows()) * ROW + NEWEST_PADDING;
   }
-  static_assert(MAX_FRESH <= TILE / 4 && MAX_FRESH <= POSITIONS / VALUE_BLOCKS * 2);
 
   static constexpr int WORDS = HD > 128 ? HD / 128 : 1;  // of four dimensions of a head, of a lane: every 32nd
   // What Hadamard's sums are multiplied by: 1 / sqrt(HD).
@@ -366,7 +365,7 @@ struct Attention {
                                               void* in_cache, int64_t token) {
     const int lane = c.lane();
     const bool there = lane < HD / 4;
-    const int at_newest = fresh_of(span) - 1 - back;
+    const int at_newest = newest_positions(POSITIONS, fresh_of(span) - back) - 1;
     const uint32_t own = part == 0 ? newest(c) + at_newest * ROW : newest_values(c) + value_offset(at_newest);
     const bool stored = span.slot >= 0 && back == 0;
     if constexpr (CODES) {
@@ -454,7 +453,7 @@ struct Attention {
         const int positions = span.positions;
         uint32_t keys = newest(c), values = newest_values(c);
         Ring next_chunk = at;
-        int count = fresh_of(span);
+        int count = newest_positions(POSITIONS, fresh_of(span));
         const bool fresh = tile == worker(), stored = tile < tiles;
         float2 own = first, other = second;
         if (CODES && !stored) {

@@ -23,8 +23,6 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-__device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
-
 // What a warp knows of the items that it attends to. Of several rows it lies in shared memory meanwhile: attention
 // wants all registers.
 struct Parked {
@@ -34,12 +32,13 @@ struct Parked {
 };
 
 // ONE: of a step of one row by the largest clusters, the usual one. To look these up takes instructions in every phase.
-template <bool ONE>
+// FULL: of an instance that has more to keep than registers.
+template <bool ONE, bool FULL>
 struct CtaOf {
-  static constexpr bool ONE_ROW = ONE;
+  static constexpr bool ONE_ROW = ONE, CROWDED = FULL;
   const StepArgs& a;
   uint32_t shared;  // address of all its memory
-  uint32_t thread;
+  uint32_t lane_number;
   // The compiler knows of a shuffled value that all lanes have it alike: what follows from it is computed once for a
   // warp, and behind a branch on it lanes need not be brought together again.
   const int warp_number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
@@ -52,10 +51,10 @@ struct CtaOf {
   // in local memory what it has no registers for, which takes time in every phase (kernels/LOG.md).
   __device__ __forceinline__ void begin_phase() {
     extern __shared__ __align__(1024) uint8_t memory[];
-    shared = kept_anew(shared_address(memory)), thread = thread_anew();
+    shared = kept_anew(shared_address(memory)), lane_number = lane_anew();
   }
 
-  __device__ __forceinline__ int lane() const { return static_cast<int>(thread % 32); }
+  __device__ __forceinline__ int lane() const { return static_cast<int>(lane_number); }
   __device__ __forceinline__ int warp() const { return warp_number; }
   // Of the warps that attend, whether this one joins their parts.
   __device__ __forceinline__ bool joins() const { return warp() >= WARPS - JOINERS; }

@@ -25,11 +25,11 @@ struct Finisher {
   __device__ __forceinline__ explicit Finisher(Cta& c) : c(c) {}
 
   __device__ __forceinline__ uint32_t row_in_unit() const {
-    return (c.thread & 16) * 2 + (c.thread & 1) * 16 + (c.thread >> 1 & 7);
+    return (c.lane_number & 16) * 2 + (c.lane_number & 1) * 16 + (c.lane_number >> 1 & 7);
   }
   // Of the unit's words.
   __device__ __forceinline__ uint32_t half_word() const {
-    return (c.thread & 16) + (c.thread & 1) * 8 + (c.thread >> 1 & 6) + (c.thread >> 1 & 1);
+    return (c.lane_number & 16) + (c.lane_number & 1) * 8 + (c.lane_number >> 1 & 6) + (c.lane_number >> 1 & 1);
   }
 
   // Tasks are pairs of a unit and a row, the same warp's in all products.

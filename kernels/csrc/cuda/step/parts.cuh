@@ -95,6 +95,13 @@ __host__ __device__ __forceinline__ bool sends_attended_headers(const trirun_cud
   return s.act_bits == TRIRUN_ACT8 || s.attention_sub_norm != 0;
 }
 
+// Parts of a row and key head's keys.
+template <typename Cta>
+__device__ __forceinline__ int splits_of(const Cta& c, int row, int kv_head) {
+  if constexpr (Cta::ONE_ROW) return c.plan().rows[row].splits;
+  return c.plan().splits[row * static_cast<int>(c.a.s.kv_heads) + kv_head];
+}
+
 // Whether the splits' parts of a row are joined where they are read.
 template <typename Cta>
 __device__ __forceinline__ bool joined_by_readers(const Cta& c, int row) {

@@ -171,7 +171,7 @@ struct Multiplier {
     const int head = word >> c.a.head_words_log;
     const Parts parts{c, row, static_cast<int>((static_cast<float>(head) + 0.5f) * c.a.key_heads_of_head)};
     Part part;
-    parts.join(part, word - parts.kv_head * parts.words(), 0, c.plan().rows[row].splits, true, tag);
+    parts.join(part, word - parts.kv_head * parts.words(), 0, splits_of(c, row, parts.kv_head), true, tag);
     return part.attended();
   }
 
@@ -265,9 +265,9 @@ struct Multiplier {
 
   // Sums of an n tile and two blocks of columns to their slots. Warps that share the n tile add theirs up on the way,
   // one after another: slots for each of them would leave the ring no room.
-  __device__ __forceinline__ static void pass_on(const Cta& c, const Geometry& g, const S& sums, int product, int tile,
-                                                 float zero) {
-    const int lane = lane_anew(), warp = c.warp(), parts = g.sharing.parts, part = nth_of(g, warp);
+  __device__ __forceinline__ static void pass_on(const Cta& c, const Geometry& g, const S& sums, int warp, int product,
+                                                 int tile, float zero) {
+    const int lane = lane_anew(), parts = g.sharing.parts, part = nth_of(g, warp);
     float4 words[BLOCKS][2];
 #pragma unroll
     for (int n = 0; n < BLOCKS; n++) sums.values(words[n], n, 0, zero, 1.f);
@@ -377,7 +377,12 @@ struct Multiplier {
         at.advance(c.a.at.stages);
         base = words0, end = min(end + CHUNK_K_TILES, k_last);
       } while (k < k_last);
-      if constexpr (BLOCKS > 1) pass_on(c, g, sums, product, tile, zero);
+      if constexpr (BLOCKS > 1) {
+        // Where attention leaves too few registers, what follows from these is not kept meanwhile.
+        const auto anew = [](uint32_t v) { return Cta::CROWDED ? kept_anew(v) : v; };
+        c.shared = anew(c.shared);
+        pass_on(c, g, sums, anew(c.warp()), anew(product), anew(tile), zero);
+      }
       // As the compiler does not know, or it would find what the next n tile needs before the first one.
       const uint32_t step = kept_anew(g.sharing.at_once);
       tile += step;

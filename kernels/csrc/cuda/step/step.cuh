@@ -29,19 +29,20 @@ constexpr int THREADS = (WARPS + FINISHERS + STREAMS) * 32;
 constexpr int CHUNK_K_TILES = 4;  // of one n tile: what the stream brings at once
 constexpr int CHUNK_BYTES = CHUNK_K_TILES * WORD_TILE_BYTES;
 constexpr int VALUE_BLOCKS = 4, BLOCK_PADDING = 32;  // of a chunk of keys and values: attend.cuh
+constexpr int NEWEST_PADDING = (VALUE_BLOCKS - 1) * BLOCK_PADDING;  // of the new values, at most
 constexpr int STAGE_BYTES = CHUNK_BYTES + VALUE_BLOCKS * BLOCK_PADDING;
 constexpr int MAX_ROWS = 8;
 constexpr int HEADER_WORDS = 8;  // from one header to the next: all CTAs look at them, each at a line of its own
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;  // one for each lane of the warp that chooses
 constexpr int MAX_GROUP = 16;  // query heads of a key head
-constexpr int MAX_FRESH = 4;  // rows of one sequence
 constexpr int MAX_PASSED = 4;  // n tiles whose sums warps pass on to each other at once
 constexpr int PASSED_BYTES = MAX_PASSED * MAX_ROWS * SLOT_BYTES, PASSED_ROOM = PASSED_BYTES + 256;
 static_assert(PASSED_BYTES + WARPS * 12 <= PASSED_ROOM && PASSED_ROOM % 128 == 0);
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
 constexpr int MAX_CLUSTER_LOG = 3, MAX_CLUSTER = 1 << MAX_CLUSTER_LOG;  // CTAs
-constexpr int MAX_CLUSTERS = 72;  // of a launch
+constexpr int MAX_CLUSTERS = 72, MAX_CTAS = 144;  // of a launch
+constexpr int MAX_PAIRS = 128;  // rows times key heads
 
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
@@ -89,12 +90,17 @@ struct RowSplits {
   int splits, givers, giving_warps;
 };
 
+// Splits of a row where every key head has a number of its own: parts are sent, even the only one.
+constexpr int OF_READERS = 2;
+
 // What a CTA attends to.
 struct AttentionPlan {
   Item items[MAX_ITEMS];
   RowSplits rows[MAX_ROWS];
   int item_count;
   int members_log;  // CTAs of a cluster that share a split, and put together what they have of it
+  uint8_t splits[MAX_PAIRS];  // of every row and key head, where rows are several
+  uint32_t begins[MAX_CTAS + 1];  // where every CTA's part begins, and the end, of a sequence (division.cuh)
 };
 
 // CTAs of a cluster put a key head's output together, of so many words of 16 bytes, each a share of it: eight
@@ -145,7 +151,7 @@ struct Memory {
   int parked;  // Parked [WARPS]
   int heads;  // float [of a warp each][head_dim]: in the place of the second input's limbs
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8] and 16 bytes more, or fewer: attend.cuh
-  int newest;  // new keys and new values [rows, MAX_FRESH at most], and float2 of each: their scales of 8 bits
+  int newest;  // new keys and new values [rows], and float2 of each: their scales of 8 bits
   int shares;  // Share [PRODUCTS][WARPS]
   int together;  // float4: what a cluster's CTAs have of a key head's output
   int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts, together

@@ -140,7 +140,7 @@ template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED, bool ONE_ROW, 
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
   constexpr bool GROUPS = SCALE != gemm_decode::PER_CHANNEL;
   const trirun_cuda_step& s = a.s;
-  using Cta = CtaOf<ONE_ROW>;
+  using Cta = CtaOf<ONE_ROW, (BLOCKS > 1 && (!PACKED || HD > OWN_DIMENSIONS))>;
   Cta c(a);
   const int warp = c.warp();
   if (threadIdx.x == 0) {
@@ -285,10 +285,10 @@ int check_sizes(const trirun_cuda_step& s) {
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
       (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster || s.ctas % s.cluster ||
-      s.ctas / s.cluster > MAX_CLUSTERS || s.m * s.kv_heads > s.ctas * MAX_ITEMS || s.in_flight < STREAMS ||
-      s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) ||
-      s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
-      local_of(s, GATE_UP) > MAX_LOCAL ||
+      s.ctas / s.cluster > MAX_CLUSTERS || s.ctas > MAX_CTAS ||
+      s.m * s.kv_heads > std::min(s.ctas * MAX_ITEMS, MAX_PAIRS) || s.in_flight < STREAMS || s.in_flight % STREAMS ||
+      s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) || s.ffn > (1 << 20) ||
+      local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL || local_of(s, GATE_UP) > MAX_LOCAL ||
       s.cluster > std::min({k_tiles_of(s, QKV), k_tiles_of(s, O), k_tiles_of(s, DOWN)}))
     return TRIRUN_BAD_SHAPE;
   if (!decoder::half_dtype(s.dtype) || (s.act_bits != TRIRUN_ACT8 && s.act_bits != TRIRUN_ACT16))
@@ -374,18 +374,19 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.slots = at.attention = take(at.slot_buffer + rounded(other_slots));
   at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
   // Heads that a warp each takes at once: queries, new keys and values.
-  const int group = static_cast<int>(s.heads / s.kv_heads), fresh = std::min(rows, MAX_FRESH);
-  at.heads = take(std::max(second * K_TILE * rows * limbs, std::min(group + 2 * fresh, WARPS) * s.head_dim * 4));
+  const int group = static_cast<int>(s.heads / s.kv_heads);
+  at.heads = take(std::max(second * K_TILE * rows * limbs, std::min(group + 2 * rows, WARPS) * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
   if (of_two_blocks(s)) take(PASSED_ROOM);
   at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
   at.queries = take(group * (4 * s.head_dim + 48));
-  at.newest = take(fresh * (2 * s.head_dim * 2 + 8) + BLOCK_PADDING);
+  const int bytes = s.int8_cache ? 1 : 2, newest = newest_positions(positions_of_chunk(s.head_dim, bytes), rows);
+  at.newest = take(newest * (2 * s.head_dim * bytes + (s.int8_cache ? 8 : 0)) + NEWEST_PADDING);
   const int head_words = s.head_dim / 4, words = group * head_words;
   int together = 0;
-  for (int log = 1; may_be_together(words, log) && 1 << log <= s.cluster; log++)
+  for (int log = 1; may_be_together(words, log) && 1 << log <= s.cluster && s.m * s.kv_heads <= s.ctas >> log; log++)
     together = std::max(together, shared_stride(words >> log, head_words) << log);
   at.together = take(together * 16);
   at.plan = take(sizeof(AttentionPlan));
@@ -416,7 +417,7 @@ int chunks_of_layer(const trirun_cuda_step& s) {
 
 // Room for sums, for parts of attention and for the ring, weighed against each other, in cycles of a layer.
 Layout weighed(const trirun_cuda_step& s) {
-  const int positions = std::min(CHUNK_BYTES / (2 * s.head_dim * (s.int8_cache ? 1 : 2)), decoder::PAGE);  // of a chunk
+  const int positions = positions_of_chunk(s.head_dim, s.int8_cache ? 1 : 2);
   const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
   // What a layer has beyond two rings is waited for: a chunk more makes a step of Qwen3-8B a hundredth shorter.
   constexpr int OF_CHUNK = 150;

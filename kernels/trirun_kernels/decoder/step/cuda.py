@@ -24,16 +24,15 @@ from .division import divide
 
 # Of a step, where they are faster than by the chain of kernels (kernels/LOG.md).
 ROWS = (1, 2, 4, 8)
-# Pairs of a row and a key head, of several rows: of more the chain is faster behind long texts. To SHORT positions four
-# rows may have more; eight were not measured.
-MOST_PAIRS, MOST_PAIRS_OF_FOUR, SHORT = 96, 128, 4096
-# Of eight rows of 16-bit activations: weights of a layer, since of more the chain is as fast; and query heads of a key
-# head of more than 64 dimensions over an int8 cache, since of more the kernel has too few registers.
-MOST_WEIGHTS, MOST_QUERIES = 72 << 20, 4
+# Pairs of a row and a key head, of two or four rows and of eight: of more the chain is faster behind long texts.
+MOST_PAIRS, MOST_PAIRS_OF_EIGHT = 128, 96
+# Of eight rows of 16-bit activations, weights of a layer: of more the chain is faster beyond SHORT positions, and
+# sooner where heads have more than 128 dimensions.
+MOST_WEIGHTS, SHORT = 100 << 20, 4096
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
-MAX_LAYERS, MAX_FRESH = 96, 4  # of csrc/cuda/step/step.cuh
+MAX_LAYERS = 96  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -184,10 +183,11 @@ def rows_taken(
         return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
 
     def is_faster(m: int) -> bool:
-        most = MOST_PAIRS_OF_FOUR if context <= SHORT and m <= 4 else MOST_PAIRS
-        many_queries = int8_cache and h.head_dim > 64 and h.heads // h.kv_heads > MOST_QUERIES
-        slower = m == 8 and model.act_bits == 16 and (weights > MOST_WEIGHTS or many_queries)
-        return m == 1 or (m * h.kv_heads <= most and not slower)
+        if m < 8:
+            return m == 1 or m * h.kv_heads <= MOST_PAIRS
+        large = model.act_bits == 16 and weights > MOST_WEIGHTS
+        slower = large and (context > SHORT or h.head_dim > 128)
+        return m * h.kv_heads <= MOST_PAIRS_OF_EIGHT and not slower
 
     taken = tuple(m for m in rows if is_faster(m) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"
@@ -231,8 +231,8 @@ class CudaStep:
 
         Args:
             residual: float32 [rows, hidden].
-            slots, positions: int32 [rows]; rows of one slot, :data:`MAX_FRESH` at most, are neighbours at positions
-                that follow each other. Of a negative slot nothing is appended.
+            slots, positions: int32 [rows]; rows of one slot are neighbours at positions that follow each other. Of a
+                negative slot nothing is appended.
 
         Returns:
             [rows, hidden] of the model's dtype.

@@ -121,13 +121,15 @@ def test_several_tokens_of_a_sequence(name, kv_dtype):
     one, chain = decoders(weights, 2, kv_dtype=kv_dtype)
     ids = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     expected, position, found = text(chain, ids, 1, 90)[:149], 0, []
-    for count in (4, 2, 4, *[4] * 20, 1, *[2] * 29):
+    for count in (8, 4, 2, *[8] * 9, *[4] * 8, 1, *[2] * 15):
         rows = range(position, position + count)
         batch, segment = inputs(ids[rows.start : rows.stop], [1] * count, rows), Segment(0, count, 1, position)
         found.append(one.forward(batch, [segment]).float().cpu())
         position += count
     errors = (torch.cat(found) - expected).norm(dim=1) / expected.norm(dim=1)
-    assert set(one._steps) == {1, 2, 4} and position == 149 and errors.median() < (2e-2 if kv_dtype else 2e-3)
+    of_eight = set() if name == "groups, real zeros" else {8}
+    assert set(one._steps) == {1, 2, 4} | of_eight and position == 149
+    assert errors.median() < (2e-2 if kv_dtype else 2e-3)
 
 
 @gpu

@@ -102,6 +102,12 @@ def heads_of(model):
     ]  # fmt: skip
 
 
+def texts_of(lengths, more):
+    """Random tokens of texts, so many ``more`` than their lengths."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, VOCAB, (length + more,), generator=generator) for length in lengths]
+
+
 def filled(model, texts, weights, int8, new=2):
     """Logits of every text's tokens, and caches of all layers that hold the texts but for their last ``new`` tokens."""
     mixer, slots = model.shape.layers[0].mixer, len(texts)
@@ -155,8 +161,7 @@ def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dt
     weights = random_model(**PLAIN | options)
     model = CudaModel.of(weights, "cpu", dtype, act_bits=act_bits)
     assert refusal(model, 90, []) is None
-    generator = torch.Generator().manual_seed(2)
-    texts = [torch.randint(0, VOCAB, (length + 2,), generator=generator) for length in lengths]
+    texts = texts_of(lengths, 2)
     logits, caches = filled(model, texts, weights, int8)
     # The second one attends to what the first has appended.
     steps = [[(slot, len(text) - back) for slot, text in enumerate(texts)] for back in (2, 1)]
@@ -178,26 +183,32 @@ TEN_HEADS = {"heads": 10, "kv_heads": 10, "layers": 1}
 
 @needs_tools
 @pytest.mark.parametrize(
-    ("options", "length", "slow"),
+    ("options", "lengths", "slow"),
     [
         # Of ten key heads eight CTAs have two rounds, and of more than 512 keys two parts of each in three.
-        (TEN_HEADS, 600, None),
-        ({**TEN_HEADS, "sub_norm": True}, 600, None),
+        (TEN_HEADS, [600], None),
+        ({**TEN_HEADS, "sub_norm": True}, [600], None),
         # Four or eight CTAs of a cluster put together what they have of a key head.
-        ({**FOUR, "kv_heads": 2, "sub_norm": True, "layers": 2}, 600, None),
-        ({**FOUR, "kv_heads": 2, "sub_norm": True, "layers": 2}, 600, 16),
-        ({**EIGHT, "kv_heads": 1, "sub_norm": True, "layers": 2}, 600, 17),
+        ({**FOUR, "kv_heads": 2, "sub_norm": True, "layers": 2}, [600], None),
+        ({**FOUR, "kv_heads": 2, "sub_norm": True, "layers": 2}, [600], 16),
+        ({**EIGHT, "kv_heads": 1, "sub_norm": True, "layers": 2}, [600], 17),
+        # Ten or twenty pairs of a row and a key head as one sequence, one row much shorter than others among them.
+        ({**TEN_HEADS, "kv_heads": 5, "layers": 2}, [600, 600], None),
+        ({**TEN_HEADS, "kv_heads": 5}, [770, 530], None),
+        ({**TEN_HEADS, "kv_heads": 5}, [1200, 1100, 3, 1000], None),
     ],
 )
-def test_behind_a_long_text_ctas_attend_in_rounds_or_together(library, monkeypatch, options, length, slow):
+def test_behind_long_texts_ctas_attend_in_rounds_together_or_in_equal_parts(
+    library, monkeypatch, options, lengths, slow
+):
     if slow is not None:
         monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
-    weights = random_model(**PLAIN | options)
-    text = torch.randint(0, VOCAB, (length + 2,), generator=torch.Generator().manual_seed(2))
-    weights = with_positions(weights, len(text) + PAGE)
+    weights = with_positions(random_model(**PLAIN | options), max(lengths) + 2 + PAGE)
+    texts = texts_of(lengths, 2)
     model = CudaModel.of(weights, "cpu", torch.float16)
-    (logits,), caches = filled(model, [text], weights, False)
-    known, steps = [(text, logits)], [[(0, length)], [(0, length + 1)]]
+    logits, caches = filled(model, texts, weights, False)
+    steps = [[(slot, length + more) for slot, length in enumerate(lengths)] for more in (0, 1)]
+    known = list(zip(texts, logits, strict=True))
     assert max(errors_of(library, monkeypatch, weights, model, caches, known, steps)) < 4e-3
 
 
@@ -221,14 +232,17 @@ def test_a_warp_that_hardly_runs(library, monkeypatch, slow):
         ({**FOUR, "kv_heads": 2}, True, [131], [0] * 4),
         ({"heads": 6, "kv_heads": 1}, True, [0, 90], [0, 0, 1, 1]),
         ({**WIDEST, "heads": 6, "kv_heads": 1}, True, [61], [0] * 4),
+        ({"kv_heads": 2}, False, [130], [0] * 8),
+        ({"heads": 6, "kv_heads": 1, "layers": 1}, True, [60, 33], [0] * 6 + [1] * 2),
+        ({**WIDE, "kv_heads": 2}, True, [33], [0] * 8),
+        ({**WIDEST, "heads": 6, "kv_heads": 1}, True, [40], [0] * 8),
     ],
 )
 def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows):
     weights = random_model(**PLAIN | options)
     model = CudaModel.of(weights, "cpu", torch.float16)
-    generator = torch.Generator().manual_seed(2)
-    texts = [torch.randint(0, VOCAB, (length + 8,), generator=generator) for length in lengths]
-    logits, caches = filled(model, texts, weights, int8, new=8)
+    texts = texts_of(lengths, 16)
+    logits, caches = filled(model, texts, weights, int8, new=16)
     positions, steps = list(lengths), []
     for _ in range(2):
         steps.append([])
@@ -247,8 +261,7 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
     # A short text has fewer splits, so that parts lie where they were left some steps ago.
     weights = with_positions(random_model(**PLAIN | FOUR | {"kv_heads": 2} | options), 420 + PAGE)
     model = CudaModel.of(weights, "cpu", torch.float16)
-    generator = torch.Generator().manual_seed(2)
-    texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (420, 40)]
+    texts = texts_of((420, 40), 0)
     logits, caches = filled(model, texts, weights, False, new=30)
     # The long text's next token, and up to four of the short one.
     slots = [slot for between in range(5) for slot in (0, *(1,) * between)]
@@ -263,12 +276,12 @@ def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch,
     [
         ({"kv_heads": 2}, 8, False, 8192, (1, 2, 4, 8)),
         ({"kv_heads": 2}, 16, False, 8192, (1, 2, 4, 8)),
-        ({"heads": 10, "kv_heads": 2}, 16, False, 8192, (1, 2, 4)),  # beyond MOST_WEIGHTS, which is lower here
+        ({"heads": 10, "kv_heads": 2}, 16, False, 4096, (1, 2, 4, 8)),
+        ({"heads": 10, "kv_heads": 2}, 16, False, 4160, (1, 2, 4)),  # beyond MOST_WEIGHTS, which is lower here
+        ({"heads": 6, "kv_heads": 1, "head_dim": 256}, 16, True, 4096, (1, 2, 4)),
         ({"heads": 10, "kv_heads": 2}, 8, False, 8192, (1, 2, 4, 8)),
         ({"kv_heads": 1}, 16, True, 8192, (1, 2, 4, 8)),
-        ({"heads": 6, "kv_heads": 1, "head_dim": 128, "ffn": 256}, 16, True, 8192, (1, 2, 4)),
-        ({"heads": 32, "kv_heads": 32}, 16, False, 4096, (1, 2, 4)),  # 128 pairs of four rows
-        ({"heads": 32, "kv_heads": 32}, 16, False, 4160, (1, 2)),
+        ({"heads": 32, "kv_heads": 32}, 16, False, 8192, (1, 2, 4)),  # 128 pairs of four rows
         ({"heads": 16, "kv_heads": 16}, 8, False, 4096, (1, 2, 4)),
         ({"heads": 40, "kv_heads": 40}, 16, False, 4096, (1, 2)),
         ({"kv_heads": 2, "ffn": 14336}, 8, False, 8192, (1, 2, 4)),  # room for two chunks of eight rows
