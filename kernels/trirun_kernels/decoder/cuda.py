@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from . import cuda_ops as ops
 from .cuda_cache import MixerCaches
 from .cuda_delta import delta_decode, delta_mix
 from .cuda_experts import Mixed
-from .cuda_prompts import OfWindows, Prompts, Segment, prompt_attention, prompts_of
+from .cuda_prompts import Inputs, OfWindows, Prompts, Segment, prompt_attention, prompts_of
 from .cuda_weights import Activations, CudaInputs, CudaModel, rows_in_limbs
 from .shape import MOST_INT8_HEAD_DIM, Attention, mixer_runs
 from .step.cuda import ROWS, CudaStep, rows_taken
@@ -30,20 +30,6 @@ from .step.cuda import ROWS, CudaStep, rows_taken
 LIMB_ROWS = (1, 32)
 # From so many rows on, and for wider ones, experts' outputs are summed apart from the residual stream.
 MIXED_ROWS, MIXED_COLUMNS = 64, 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a step reads, int32 [m] each on the device: a negative token is the one its slot sampled last, a row with a
-    negative slot is padding."""
-
-    tokens: Tensor
-    slots: Tensor
-    positions: Tensor
-
-    def rows(self, count: int) -> Inputs:
-        """The first ``count`` rows, in the same memory."""
-        return Inputs(self.tokens[:count], self.slots[:count], self.positions[:count])
 
 
 class CudaDecoder:
@@ -158,8 +144,11 @@ class CudaDecoder:
         delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
-        if m in self.step_rows and not splits:
-            return self._one_kernel(inputs, wanted)
+        # Steps of one token each come padded, as they were captured; pieces of prompts do not.
+        rows = min((rows for rows in self.step_rows if rows >= m), default=0)
+        if not splits and (rows == m or (rows and segments)):
+            y = self._one_kernel(inputs.padded(rows))
+            return y[:m] if wanted is None else y[wanted]
         prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)
         x = self._rows(
@@ -236,7 +225,7 @@ class CudaDecoder:
         logits, cap = self.model.head(y)[:, : shape.vocab], shape.logit_softcap
         return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _one_kernel(self, inputs: Inputs, wanted: Tensor | None) -> Tensor:
+    def _one_kernel(self, inputs: Inputs) -> Tensor:
         model, m = self.model, inputs.tokens.shape[0]
         if m not in self._steps:
             caches = [self.caches.attention[index] for index in self._heads]
@@ -246,8 +235,7 @@ class CudaDecoder:
             ops.EMBED, model.embedding, y=None, residual=residual, tokens=inputs.tokens, slots=inputs.slots,
             latest=self.latest, scale=model.shape.embedding_scale,
         )  # fmt: skip
-        y = self._steps[m](residual, inputs.slots, inputs.positions)
-        return y if wanted is None else y[wanted]
+        return self._steps[m](residual, inputs.slots, inputs.positions)
 
     def _norm(self, index: int, part: str) -> dict[str, Any]:
         """The norm before a part of a layer."""

@@ -1,4 +1,4 @@
-"""Attention of pieces of prompts over a paged cache: all of a step in one call of flash attention."""
+"""What a step on a GPU reads; and attention of pieces of prompts over a paged cache, by one call of flash attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,30 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import cuda_ops as ops
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a step reads, int32 [m] each on the device: a negative token is the one its slot sampled last, a row with a
+    negative slot is padding."""
+
+    tokens: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def rows(self, count: int) -> Inputs:
+        """The first ``count`` rows, in the same memory."""
+        return Inputs(self.tokens[:count], self.slots[:count], self.positions[:count])
+
+    def padded(self, count: int) -> Inputs:
+        """As many rows, at least as there are: itself, or a copy with padding behind it."""
+        more = count - self.tokens.shape[0]
+        if more == 0:
+            return self
+        return Inputs(pad(self.tokens, (0, more)), pad(self.slots, (0, more), value=-1), pad(self.positions, (0, more)))
 
 
 @dataclass(frozen=True, slots=True)

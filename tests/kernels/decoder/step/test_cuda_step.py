@@ -113,6 +113,16 @@ def test_texts_against_the_reference(name, act_bits, kv_dtype):
     assert torch.isfinite(found).all() and errors[0] < 1.5 * errors[1] + 1e-4
 
 
+def test_padding_behind_pieces_of_prompts_is_of_no_slot():
+    rows = Inputs(*torch.tensor([[5, 6, 7], [1, 1, 1], [9, 10, 11]], dtype=torch.int32))
+    assert rows.padded(3) is rows
+    padded = rows.padded(4)
+    assert [x.tolist() for x in (padded.tokens, padded.slots, padded.positions)] == [
+        [5, 6, 7, 0], [1, 1, 1, -1], [9, 10, 11, 0]
+    ]  # fmt: skip
+    assert padded.slots.dtype == torch.int32
+
+
 @gpu
 @pytest.mark.parametrize("name", ["two queries a key", "groups, real zeros", "heads of 256"])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
@@ -121,7 +131,7 @@ def test_several_tokens_of_a_sequence(name, kv_dtype):
     one, chain = decoders(weights, 2, kv_dtype=kv_dtype)
     ids = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     expected, position, found = text(chain, ids, 1, 90)[:149], 0, []
-    for count in (8, 4, 2, *[8] * 9, *[4] * 8, 1, *[2] * 15):
+    for count in (8, 4, 2, 3, 5, 7, *[8] * 7, *[4] * 8, 1, 1, *[2] * 15):
         rows = range(position, position + count)
         batch, segment = inputs(ids[rows.start : rows.stop], [1] * count, rows), Segment(0, count, 1, position)
         found.append(one.forward(batch, [segment]).float().cpu())
