@@ -93,9 +93,10 @@ class CudaDecoder:
         scales = (layer.norms.get("output_scale") for layer in model.layers)
         self._output_scales = [1.0 if scale is None else scale.item() for scale in scales]
         self._windows = {heads.window for heads in self._heads.values()}
-        self.step_rows, self.step_refusal = rows_taken(
-            ROWS if one_kernel else (), model, self._device, [*self._heads.values()], self.context, kind == torch.int8
-        )
+        asked = (ROWS if one_kernel else (), model, self._device, [*self._heads.values()])
+        self.step_rows, self.step_refusal = rows_taken(*asked, self.context, kind == torch.int8)
+        # Pieces of prompts are not captured: a chain of kernels costs more there than it gains behind long texts.
+        self._piece_rows = rows_taken(*asked, 0, kind == torch.int8)[0]
         self._steps: dict[int, CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:
@@ -145,8 +146,9 @@ class CudaDecoder:
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
         # Steps of one token each come padded, as they were captured; pieces of prompts do not.
-        rows = min((rows for rows in self.step_rows if rows >= m), default=0)
-        if not splits and (rows == m or (rows and segments)):
+        taken = self._piece_rows if segments else self.step_rows
+        rows = min((rows for rows in taken if rows >= m), default=m) if segments else m
+        if rows in taken and not splits:
             y = self._one_kernel(inputs.padded(rows))
             return y[:m] if wanted is None else y[wanted]
         prompts = prompts_of(segments, model.device, self._windows)

@@ -185,7 +185,7 @@ TEN_HEADS = {"heads": 10, "kv_heads": 10, "layers": 1}
 @pytest.mark.parametrize(
     ("options", "lengths", "slow"),
     [
-        # Of ten key heads eight CTAs have two rounds, and of more than 512 keys two parts of each in three.
+        # Eight CTAs have an equal part each of ten key heads' keys, or with a norm behind attention two rounds.
         (TEN_HEADS, [600], None),
         ({**TEN_HEADS, "sub_norm": True}, [600], None),
         # Four or eight CTAs of a cluster put together what they have of a key head.
