@@ -209,7 +209,7 @@ def test_behind_long_texts_ctas_attend_in_rounds_together_or_in_equal_parts(
     logits, caches = filled(model, texts, weights, False)
     steps = [[(slot, length + more) for slot, length in enumerate(lengths)] for more in (0, 1)]
     known = list(zip(texts, logits, strict=True))
-    assert max(errors_of(library, monkeypatch, weights, model, caches, known, steps)) < 4e-3
+    assert max(errors_of(library, monkeypatch, weights, model, caches, known, steps)) < 6e-4  # a key more: 2e-3
 
 
 @needs_tools
