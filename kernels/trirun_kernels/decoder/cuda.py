@@ -94,9 +94,10 @@ class CudaDecoder:
         self._output_scales = [1.0 if scale is None else scale.item() for scale in scales]
         self._windows = {heads.window for heads in self._heads.values()}
         asked = (ROWS if one_kernel else (), model, self._device, [*self._heads.values()])
-        self.step_rows, self.step_refusal = rows_taken(*asked, self.context, kind == torch.int8)
+        int8 = kind == torch.int8
+        self.step_rows, self.step_refusal = rows_taken(*asked, context=self.context, int8_cache=int8)
         # Pieces of prompts are not captured: a chain of kernels costs more there than it gains behind long texts.
-        self._piece_rows = rows_taken(*asked, 0, kind == torch.int8)[0]
+        self._piece_rows, _ = rows_taken(*asked, context=0, int8_cache=int8)
         self._steps: dict[int, CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:

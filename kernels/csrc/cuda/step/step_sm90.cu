@@ -353,6 +353,9 @@ ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chu
   return best;
 }
 
+// Bytes of an element of the cache.
+int element_bytes(const trirun_cuda_step& s) { return s.int8_cache ? 1 : 2; }
+
 // Bytes of one attending warp's part.
 int part_bytes(const trirun_cuda_step& s) {
   return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * part_floats(s.head_dim) * 4;
@@ -382,7 +385,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
   at.queries = take(group * (4 * s.head_dim + 48));
-  const int bytes = s.int8_cache ? 1 : 2, newest = newest_positions(positions_of_chunk(s.head_dim, bytes), rows);
+  const int bytes = element_bytes(s), newest = newest_positions(positions_of_chunk(s.head_dim, bytes), rows);
   at.newest = take(newest * (2 * s.head_dim * bytes + (s.int8_cache ? 8 : 0)) + NEWEST_PADDING);
   const int head_words = s.head_dim / 4, words = group * head_words;
   int together = 0;
@@ -417,7 +420,7 @@ int chunks_of_layer(const trirun_cuda_step& s) {
 
 // Room for sums, for parts of attention and for the ring, weighed against each other, in cycles of a layer.
 Layout weighed(const trirun_cuda_step& s) {
-  const int positions = positions_of_chunk(s.head_dim, s.int8_cache ? 1 : 2);
+  const int positions = positions_of_chunk(s.head_dim, element_bytes(s));
   const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
   // What a layer has beyond two rings is waited for: a chunk more makes a step of Qwen3-8B a hundredth shorter.
   constexpr int OF_CHUNK = 150;
