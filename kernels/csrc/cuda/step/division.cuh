@@ -192,18 +192,12 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.parts = min(workers, item.tiles);
     return item;
   };
-  // Of several rows every lane finds one row's: one after another each would be trips to L2.
-  const int own = !Cta::ONE_ROW && lane < rows ? length_of(lane) : 0;
-  const auto known_length_of = [&](int row) {
-    if constexpr (Cta::ONE_ROW) return length_of(row);
-    return __shfl_sync(~0u, own, row);
-  };
   int count = 0, longest = 0;
-  for (int row = 0; row < rows; row++) longest = max(longest, known_length_of(row));
+  for (int row = 0; row < rows; row++) longest = max(longest, length_of(row));
   const int words = c.a.group * HD / 4;
   const Rounds in_rounds = rounds_of(c, all, longest, words);
   if constexpr (!Cta::ONE_ROW) {
-    const int spans = ceil_div(own, SPAN);
+    const int spans = lane < rows ? ceil_div(length_of(lane), SPAN) : 0;
     const Sequence<HD, ELEMENT> sequence(rows, kv_heads, spans);
     if (sequence.cost(!sends_attended_headers(s)) < in_rounds.cost) {
       sequence.divide(plan);
@@ -230,8 +224,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     return ceil_div(words, givers * SPLITS_AT_ONCE) * SPLITS_AT_ONCE;  // as they are joined
   };
   for (int row = 0; row < rows; row++) {
-    const int splits = max(1, min(in_rounds.splits, ceil_div(known_length_of(row), of_split)));
-    const int givers = splits << log;
+    const int splits = max(1, min(in_rounds.splits, ceil_div(length_of(row), of_split))), givers = splits << log;
     const int given = splits == 1 ? words >> log : share_of(givers);
     plan.rows[row] = {splits, givers, min(JOINERS, ceil_div(given, 32))};
     if constexpr (!Cta::ONE_ROW)
