@@ -63,19 +63,19 @@ struct Copy {
   bool wanted;
 };
 
-struct Fiber {
-  ucontext_t context;  // where it begins: to switch with contexts takes two system calls
-  jmp_buf place;  // where it goes on
-  std::vector<char> stack;
+// What is looked at in every round comes first, of one cache line.
+struct alignas(64) Fiber {
+  Barrier* at;  // waits here for the end of `phase`
+  const MemoryBarrier* waits_for;  // for the phase of `parity`
+  uint64_t polled;  // stores when this fiber last looked for one in vain, or NOT_POLLING
+  unsigned phase, parity, arrivals, cluster_waits;
   int cta, thread;
   bool begun, done;
-  Barrier* at;  // waits here for the end of `phase`
-  unsigned phase, arrivals, cluster_waits;
-  const MemoryBarrier* waits_for;  // for the phase of `parity`
-  unsigned parity;
-  uint64_t polled;  // stores when this fiber last looked for one in vain, or NOT_POLLING
-  uint64_t looked_at;  // stores when it looked last, and how often there had been as many
   int looks;
+  uint64_t looked_at;  // stores when it looked last, and how often there had been as many
+  jmp_buf place;  // where it goes on
+  ucontext_t context;  // where it begins: to switch with contexts takes two system calls
+  std::vector<char> stack;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
