@@ -89,5 +89,6 @@ step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+
 export OMP_WAIT_POLICY=passive
 # A process more than cores: a third of the time a test waits for something else (on two cores 421 s, not 529).
 workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
-"$venv/bin/python" -m pytest -q --numprocesses $((workers < 8 ? workers : 8)) --dist loadfile --no-loadscope-reorder "$@" || exit
+options=(--numprocesses $((workers < 8 ? workers : 8)) --dist loadfile --no-loadscope-reorder)
+"$venv/bin/python" -m pytest -q "${options[@]}" "$@" || exit
 [ -z "$failed" ]
