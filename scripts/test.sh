@@ -87,8 +87,5 @@ step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+
 # Threads of OpenMP that wait for each other leave the processor to other tests: spinning, two tests side by side on two
 # cores took 570 s in place of 7.
 export OMP_WAIT_POLICY=passive
-# A process more than cores: a third of the time a test waits for something else (on two cores 421 s, not 529).
-workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
-options=(--numprocesses $((workers < 8 ? workers : 8)) --dist loadfile --no-loadscope-reorder)
-"$venv/bin/python" -m pytest -q "${options[@]}" "$@" || exit
+"$venv/bin/python" -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@" || exit
 [ -z "$failed" ]
