@@ -50,7 +50,7 @@ struct MemoryBarrier {
 };
 
 struct Cta {
-  Barrier barrier, named[4];
+  Barrier barrier, named[5];
   std::map<uint32_t, MemoryBarrier> barriers;  // by their addresses
   Warp warps[MOST_THREADS / 32];
   uint3 index;

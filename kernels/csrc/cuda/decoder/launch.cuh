@@ -94,8 +94,9 @@ __device__ __forceinline__ float activate(float gate, int activation) {
   return activation == TRIRUN_RELU2 ? squared_relu(gate) : logistic<SIGMOID>(gate, activation);
 }
 
-// That of two, which are computed side by side.
-__device__ __forceinline__ void activate(float (&gates)[2], int activation) {
+// That of several, which are computed side by side.
+template <int COUNT>
+__device__ __forceinline__ void activate(float (&gates)[COUNT], int activation) {
   if (activation == TRIRUN_RELU2) {
     for (float& gate : gates) gate = squared_relu(gate);
     return;

@@ -17,6 +17,7 @@ __device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINI
 // Attention's parts are there: of all warps that attend, those that join them wait for the others.
 __device__ __forceinline__ void have_left() { named_barrier_arrive<WARPS * 32>(3); }
 __device__ __forceinline__ void meet_parts() { named_barrier<WARPS * 32>(3); }
+__device__ __forceinline__ void meet_finishers() { named_barrier<FINISHERS * 32>(4); }
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
@@ -181,15 +182,10 @@ __device__ __forceinline__ const trirun_cuda_step_weight& weight_of(const trirun
   return (&layer.qkv)[product];
 }
 
-// Headers of attention's output of a row, at most.
-__device__ __forceinline__ int attended_header_stride(const StepArgs& a) {
-  return static_cast<int>(a.s.kv_heads) * MAX_SPLITS * JOINERS;
-}
-
 // An input of a product: its values, those of a norm times its weights, but without its factor.
 struct Input {
   const float4 *words, *headers;
-  int header_stride;  // from row to row
+  int header_count;  // of a row; of attention's output as its plan says
   const float* norm;  // its weights, or nullptr
 };
 
@@ -197,7 +193,7 @@ __device__ __forceinline__ Input input_of(const StepArgs& a, const trirun_cuda_s
   const int units = static_cast<int>(a.s.hidden) / N_TILE;
   switch (product) {
     case QKV: return {a.x_attention, a.x_attention_headers, units, layer.attention_norm};
-    case O: return {a.attended, a.attended_headers, attended_header_stride(a), layer.attention_sub_norm};
+    case O: return {a.attended, a.attended_headers, 0, layer.attention_sub_norm};
     case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, layer.mlp_norm};
     default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm};
   }

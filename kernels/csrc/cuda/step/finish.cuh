@@ -1,11 +1,13 @@
 // Warps that finish units: they add up what the cluster's warps left, apply scales, norms and the activation, keep the
 // residual stream, and send what comes of it. All that they need besides is asked for before the sums are there.
 //
-// Lane 16 h + 2 r + p, p of 0 and 1, ends with row 32 h + 16 p + r of a unit and the 8th after it: half of a word.
-// It adds up two sums side by side: halves of one, of a pair of n tiles both, or those of two rows.
+// Lane 16 h + 2 r + p, p of 0 and 1, ends with channel 32 h + 16 p + r of a unit and the 8th after it: half of a word.
+// It adds up two sums of every row side by side: halves of one, or of a pair of n tiles both.
 #pragma once
 
 #include "cta.cuh"
+
+#include <type_traits>
 
 namespace trirun::step {
 
@@ -32,7 +34,10 @@ struct Finisher {
     return (c.lane_number & 16) + (c.lane_number & 1) * 8 + (c.lane_number >> 1 & 6) + (c.lane_number >> 1 & 1);
   }
 
-  // Tasks are pairs of a unit and a row, the same warp's in all products.
+  // Whether each warp has some rows of every unit, all at once; of one or two rows it has units of its own.
+  __device__ __forceinline__ bool shares_units() const { return BLOCKS > 1 || c.rows() > FINISHERS; }
+
+  // Tasks are pairs of a unit and a row, the same warp's in all layers.
   __device__ __forceinline__ int first_task() const { return c.warp() - WARPS; }
   __device__ __forceinline__ int unit_of(const Geometry& g, int local) const {
     return g.first + (local << c.cluster_log()) + c.rank();
@@ -86,13 +91,15 @@ struct Finisher {
   __device__ __forceinline__ float factors(const Geometry& g, int product, const Input& in, int buffer,
                                            uint32_t tag) const {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
-    // Some lanes for each of its rows, all rows at once. Of two limbs a single row is both warps'.
-    const int lanes_log = WARP_LOG - max(c.rows_log() - FINISHERS_LOG, 0), nth = lane >> lanes_log;
-    const int row = LIMBS == 2 && c.rows() == 1 ? 0 : first_task() + nth * FINISHERS;
-    if (LIMBS == 2 ? in.norm == nullptr || first_task() >= g.local << c.rows_log() : first_task() >= c.rows())
+    // Some lanes for each of its rows, all rows at once. Of two limbs one or two rows are either warp's.
+    const bool own_rows = LIMBS == 1 || shares_units();
+    const int lanes_log = WARP_LOG - (own_rows ? max(c.rows_log() - FINISHERS_LOG, 0) : c.rows_log());
+    const int nth = lane >> lanes_log, row = own_rows ? first_task() + nth * FINISHERS : nth;
+    if (LIMBS == 2 ? in.norm == nullptr || (own_rows ? g.local == 0 : first_task() >= g.local)
+                   : first_task() >= c.rows())
       return 1.f;
-    const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
-    const Row r = headers(in.headers + row * in.header_stride * HEADER_WORDS, count, lanes_log, tag);
+    const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_count;
+    const Row r = headers(in.headers + row, count, lanes_log, tag);
     const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
     if constexpr (LIMBS == 1) {
       float* to = c.factors(buffer) + row;
@@ -120,63 +127,83 @@ struct Finisher {
     return decoder::widen_pair<false>(weights) * both;
   }
 
-  // Two sums, so many bytes apart. from: address of this lane's first slot. count: slots of either, a multiple of four
-  // where one row is the largest clusters'.
+  // Two sums of each of ROWS rows. from: address of this lane's first slot; bytes from one row to the next, and from a
+  // sum to the other. count: slots of either, a multiple of four where one row is the largest clusters'.
+  template <int ROWS>
   struct Added {
-    float2 first, second;
-  };
-  __device__ __forceinline__ Added added(uint32_t from, uint32_t apart, int count) const {
-    float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
-    const auto slot = [&](uint32_t i) {
-      const uint32_t at = from + i * SLOT_BYTES;
-      const float2 first = load_shared_float2(at), second = load_shared_float2(at + apart);
-      return make_float4(first.x, first.y, second.x, second.y);
-    };
-    const auto add_four = [&] {
-      const float4 v0 = slot(0), v1 = slot(1), v2 = slot(2), v3 = slot(3);
-      a = a + (v0 + v1), b = b + (v2 + v3);
-      count -= 4, from += 4 * SLOT_BYTES;
-    };
-    if constexpr (Cta::ONE_ROW) {
+    float2 first[ROWS], second[ROWS];
+
+    __device__ __forceinline__ Added(uint32_t from, uint32_t rows_apart, uint32_t sums_apart, int count) {
+      constexpr int AT_ONCE = 4 / ROWS;  // slots
+#pragma unroll
+      for (int row = 0; row < ROWS; row++) first[row] = second[row] = make_float2(0.f, 0.f);
+      const auto add = [&](auto slots) {
+        constexpr int SLOTS = decltype(slots)::value;
+        const auto sum_of = [&](uint32_t at) {
+          float2 v[SLOTS];
+#pragma unroll
+          for (int i = 0; i < SLOTS; i++) v[i] = load_shared_float2(at + i * SLOT_BYTES);
+#pragma unroll
+          for (int apart = 1; apart < SLOTS; apart *= 2)
+#pragma unroll
+            for (int i = 0; i < SLOTS; i += 2 * apart) v[i] = v[i] + v[i + apart];
+          return v[0];
+        };
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+          first[row] = first[row] + sum_of(from + row * rows_apart);
+          second[row] = second[row] + sum_of(from + row * rows_apart + sums_apart);
+        }
+        count -= SLOTS, from += SLOTS * SLOT_BYTES;
+      };
+      if constexpr (Cta::ONE_ROW) {
 #pragma unroll 1
-      do add_four();
-      while (count > 0);
-    } else {
+        do add(std::integral_constant<int, AT_ONCE>{});
+        while (count > 0);
+      } else {
 #pragma unroll 1
-      while (count >= 4) add_four();
+        while (count >= AT_ONCE) add(std::integral_constant<int, AT_ONCE>{});
 #pragma unroll 1
-      for (; count > 0; count--, from += SLOT_BYTES) a = a + slot(0);
+        while (count > 0) add(std::integral_constant<int, 1>{});
+      }
     }
-    a = a + b;
-    return {make_float2(a.x, a.y), make_float2(a.z, a.w)};
-  }
+  };
 
   // Where this lane's values go, of a row's 64.
   __device__ __forceinline__ float2* unit_half(float4* words) const {
     return reinterpret_cast<float2*>(words) + half_word();
   }
 
-  // The header of a row's 64 values, or those of two rows, which are so many words apart. raw: as the norm sees them;
-  // sent: times its weights.
-  __device__ __forceinline__ void send_headers(float4* header, float2 raw, float2 sent, bool two, int apart,
-                                               float2 other_raw, float2 other_sent, uint32_t tag) const {
-    const bool upper = c.lane() >= 16, other = two && upper;  // a half of the lanes has each row
-    const auto squared = [](float2 v) { return v.x * v.x + v.y * v.y; };
-    const float first = squared(raw), second = two ? squared(other_raw) : first;
-    float squares = (other ? second : first) + __shfl_xor_sync(~0u, other ? first : second, 16);
-    uint32_t largest = 0;
-    if constexpr (LIMBS == 1) {
-      const auto bits = [](float2 v) { return magnitude_bits(make_float4(v.x, v.y, 0.f, 0.f)); };
-      const uint32_t first_bits = bits(sent), second_bits = two ? bits(other_sent) : first_bits;
-      largest = max(other ? second_bits : first_bits, __shfl_xor_sync(~0u, other ? first_bits : second_bits, 16));
+  // The headers of ROWS rows' 64 values, so many words apart. raw: as the norm sees them; sent: times its weights.
+  template <int ROWS>
+  __device__ __forceinline__ void send_headers(float4* header, int apart, const float2 (&raw)[ROWS],
+                                               const float2 (&sent)[ROWS], uint32_t tag) const {
+    constexpr int LANES = 32 / ROWS;  // that have a row in the end
+    float squares[ROWS];
+    uint32_t largest[ROWS];
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      squares[row] = raw[row].x * raw[row].x + raw[row].y * raw[row].y;
+      largest[row] = LIMBS == 1 ? magnitude_bits(make_float4(sent[row].x, sent[row].y, 0.f, 0.f)) : 0;
     }
 #pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) {
-      squares += __shfl_xor_sync(~0u, squares, offset);
-      if (LIMBS == 1) largest = max(largest, __shfl_xor_sync(~0u, largest, offset));
+    for (int offset = 16, rows = ROWS; offset > 0; offset /= 2) {
+      // Each half of the lanes keeps half of the rows.
+      const bool upper = rows > 1 && (c.lane() & offset);
+      const int kept = rows > 1 ? rows / 2 : 1;
+#pragma unroll
+      for (int row = 0; row < kept; row++) {
+        const int other = rows > 1 ? row + kept : row;
+        squares[row] = (upper ? squares[other] : squares[row]) +
+                       __shfl_xor_sync(~0u, upper ? squares[row] : squares[other], offset);
+        if constexpr (LIMBS == 1)
+          largest[row] = max(upper ? largest[other] : largest[row],
+                             __shfl_xor_sync(~0u, upper ? largest[row] : largest[other], offset));
+      }
+      rows = kept;
     }
-    if (two ? c.lane() % 16 == 0 : c.lane() == 0)
-      send(header + (upper ? apart : 0), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    if (c.lane() % LANES == 0)
+      send(header + c.lane() / LANES * apart, make_float4(squares[0], __uint_as_float(largest[0]), 0.f, 0.f), tag);
   }
 
   __device__ __forceinline__ void run(uint32_t phase) {
@@ -209,9 +236,11 @@ struct Finisher {
     bool known = LIMBS == 1;
     float of_rows = 1.f;
     if (known && g.units > 0) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
-    // Of several rows each warp has some of every unit, else units of its own. Of four or more it has two at once.
-    const bool shares = rows > 1, two = rows > FINISHERS && !pairs, halves = !pairs && !two;
-    const int first_row = shares ? first_task() : 0, row_step = shares ? FINISHERS << two : 1;
+    // Rows at once, and from one to the next: a single one of an instance of several is finished twice.
+    constexpr int ROWS = Cta::ONE_ROW ? 1 : BLOCKS == 1 ? 2 : 4;
+    // Each anew, or what follows from them would be kept for all layers, in local memory.
+    const int apart = Cta::ONE_ROW ? 0 : BLOCKS == 1 ? kept_anew(rows) / 2 : FINISHERS;
+    const bool shares = BLOCKS > 1 || (!Cta::ONE_ROW && kept_anew(rows) > FINISHERS);
 #pragma unroll 1
     for (int local = shares ? 0 : first_task(); local < g.local; local += shares ? 1 : FINISHERS) {
       const int unit = unit_of(g, local), n = unit * N_TILE + row_in_unit(), other_n = pairs ? n + units * N_TILE : n;
@@ -219,46 +248,55 @@ struct Finisher {
       const float2 biases = bias_of(bias, n), other_biases = pairs ? bias_of(bias, other_n) : biases;
       const float2 norms = norm == nullptr ? make_float2(1.f, 1.f) : load_rows(norm + n);
       const uint32_t barrier = c.sums_barrier(buffer, local);
-      if (first_row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
+      int row = shares ? first_task() : 0;
+      if (row == 0 && lane == 0) barrier_expect(barrier, pairs ? 2 * tile_bytes : tile_bytes);
       // Kept, or the compiler would compute them anew where they are waited for.
       const uint32_t from = kept(slots + (pairs ? 2 * local : local) * tile_bytes, lane);
-      const uint32_t sums_apart = kept(pairs ? tile_bytes : two ? FINISHERS * row_bytes : row_bytes / 2, lane);
-      const int count = kept(halves ? parts / 2 : parts, lane);
+      const uint32_t sums_apart = kept(pairs ? tile_bytes : row_bytes / 2, lane);
+      const int count = kept(pairs ? parts : parts / 2, lane);
 #pragma unroll 1
-      for (int row = first_row; row < rows; row += row_step) {
-        const int task = (local << rows_log) + row, other_task = two ? task + FINISHERS : task;
-        float2 beside = biases, other_beside = other_biases;
-        if (to_residual) beside = beside + residual(task);
-        if (to_residual && two) other_beside = other_beside + residual(other_task);
+      do {
+        const int task = (local << rows_log) + row;
+        float2 beside[ROWS], scales[ROWS], other_scales[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) beside[i] = to_residual ? biases + residual(task + i * apart) : biases;
         if (!known) of_rows = factors(g, product, input_of(c.a, layer, product), buffer, in_tag), known = true;
-        const float factor = __shfl_sync(~0u, of_rows, row >> FINISHERS_LOG);
-        const float2 scales = weighted(factor, weights);
-        const float2 other_scales =
-            weighted(two ? __shfl_sync(~0u, of_rows, (row >> FINISHERS_LOG) + 1) : factor, other_weights);
-        const int at = row * units + unit, apart = FINISHERS * units;
-        void* to = unit_half(words + at * 16);
-        forget(to);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+          const float factor = __shfl_sync(~0u, of_rows, i);
+          scales[i] = weighted(factor, weights), other_scales[i] = weighted(factor, other_weights);
+        }
+        const int at = row * units + unit, words_apart = apart * units;
+        void* place = unit_half(words + at * 16);
+        forget(place);
+        auto* to = static_cast<float2*>(place);
         barrier_wait_warp(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
-        Added v = added(from + row * row_bytes, sums_apart, count);
-        if (halves) v.first = v.first + v.second;
-        float2 raw = v.first * scales + beside;
-        const float2 other = v.second * other_scales + other_beside;
+        const Added<ROWS> added(from + row * row_bytes, apart * row_bytes, sums_apart, count);
+        float2 raw[ROWS], sent[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+          raw[i] = (pairs ? added.first[i] : added.first[i] + added.second[i]) * scales[i] + beside[i];
         if (pairs) {
-          float gates[] = {raw.x, raw.y};
+          float gates[2 * ROWS];
+#pragma unroll
+          for (int i = 0; i < ROWS; i++) gates[2 * i] = raw[i].x, gates[2 * i + 1] = raw[i].y;
           decoder::activate(gates, s.activation);
-          raw = make_float2(gates[0], gates[1]) * other;
+#pragma unroll
+          for (int i = 0; i < ROWS; i++)
+            raw[i] = make_float2(gates[2 * i], gates[2 * i + 1]) * (added.second[i] * other_scales[i] + other_biases);
         }
-        const float2 sent = raw * norms, other_sent = other * norms;
-        send_half(static_cast<float2*>(to), sent, tag);
-        if (two) send_half(static_cast<float2*>(to) + apart * 32, other_sent, tag);
-        if (to_headers != nullptr)
-          send_headers(to_headers + at * HEADER_WORDS, raw, sent, two, apart * HEADER_WORDS, other, other_sent, tag);
-        if (to_residual) {
-          residual(task) = raw;
-          if (two) residual(other_task) = other;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+          sent[i] = raw[i] * norms;
+          send_half(to + i * words_apart * 32, sent[i], tag);
         }
+        if (to_headers != nullptr) send_headers(to_headers + unit * HEADER_WORDS + row, apart, raw, sent, tag);
+        if (to_residual)
+#pragma unroll
+          for (int i = 0; i < ROWS; i++) residual(task + i * apart) = raw[i];
         __syncwarp();
-      }
+        row += FINISHERS;
+      } while (LIMBS == 1 && row < apart);
     }
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
   }
@@ -292,7 +330,7 @@ struct Finisher {
       const int at = row * g.n_tiles + unit;
       const float2 sent = v * load_rows(c.layer(0).attention_norm + n);
       send_half(unit_half(c.a.x_attention + at * 16), sent, tag);
-      send_headers(c.a.x_attention_headers + at * HEADER_WORDS, v, sent, false, 0, v, sent, tag);
+      send_headers<1>(c.a.x_attention_headers + unit * HEADER_WORDS + row, 0, {v}, {sent}, tag);
     }
   }
 
@@ -302,11 +340,11 @@ struct Finisher {
     const uint32_t tag = c.tag(static_cast<int>(s.layer_count));
     const Geometry g = c.geometry(O);
     const int rows_log = c.rows_log(), hidden = static_cast<int>(s.hidden);
+    if constexpr (!Cta::ONE_ROW) meet_finishers();  // of two rows they have other tasks than before
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
-      const float squares =
-          headers(c.a.x_attention_headers + row * g.n_tiles * HEADER_WORDS, g.n_tiles, WARP_LOG, tag).squares;
+      const float squares = headers(c.a.x_attention_headers + row, g.n_tiles, WARP_LOG, tag).squares;
       const float factor = factor_of(squares, hidden);
       const float2 y = residual(task) * make_float2(factor, factor) * load_rows(s.final_norm + n);
       const bool failed = *reinterpret_cast<volatile uint32_t*>(c.a.status) != 0;

@@ -199,9 +199,8 @@ struct Joiner {
   // Where this warp's header of what it gave of an item goes.
   __device__ __forceinline__ float4* header(const Item& span) const {
     const RowSplits of_header = c.plan().rows[span.row];
-    return c.a.attended_headers + (span.row * attended_header_stride(c.a) +
-                                   (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + joiner()) *
-                                      HEADER_WORDS;
+    const int nth = (span.kv_head * of_header.givers + span.giver) * of_header.giving_warps + joiner();
+    return c.a.attended_headers + nth * HEADER_WORDS + span.row;
   }
 };
 

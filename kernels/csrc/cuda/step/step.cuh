@@ -32,7 +32,7 @@ constexpr int VALUE_BLOCKS = 4, BLOCK_PADDING = 32;  // of a chunk of keys and v
 constexpr int NEWEST_PADDING = (VALUE_BLOCKS - 1) * BLOCK_PADDING;  // of the new values, at most
 constexpr int STAGE_BYTES = CHUNK_BYTES + VALUE_BLOCKS * BLOCK_PADDING;
 constexpr int MAX_ROWS = 8;
-constexpr int HEADER_WORDS = 8;  // from one header to the next: all CTAs look at them, each at a line of its own
+constexpr int HEADER_WORDS = MAX_ROWS;  // headers of all rows' same values are a line, at which all CTAs look
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;  // one for each lane of the warp that chooses
 constexpr int MAX_GROUP = 16;  // query heads of a key head
@@ -171,7 +171,7 @@ struct StepArgs : Layout {
   trirun_cuda_step s;
   uint32_t* counter;  // counts inputs of layers: what messages are tagged with
   uint32_t* status;  // not 0: a wait took too long
-  // Messages, by row: words, and of every 64 values a header, their squares' sum and largest.
+  // Messages: words by row, and of every 64 values a line of headers, one for each row: squares' sum, and largest.
   float4 *x_attention, *x_attention_headers, *x_mlp, *x_mlp_headers, *qkv, *partial, *attended, *attended_headers,
       *gated, *gated_headers;
   int n_tiles[PRODUCTS];

@@ -469,18 +469,18 @@ struct Messages {
 
   explicit Messages(const trirun_cuda_step& s) {
     int64_t at = 16;
-    const auto take = [&](int64_t words) {
+    const auto take = [&](int64_t words_of_row, int64_t headers = 0) {
       const int64_t start = at;
-      at += s.m * words;
+      at += s.m * words_of_row + HEADER_WORDS * headers;
       return start;
     };
     const int64_t group = s.heads / s.kv_heads, q_words = s.heads * s.head_dim / 4;
-    x_attention = take(s.hidden / 4), x_attention_headers = take(s.hidden / N_TILE * HEADER_WORDS);
-    x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE * HEADER_WORDS);
+    x_attention = take(s.hidden / 4), x_attention_headers = take(0, s.hidden / N_TILE);
+    x_mlp = take(s.hidden / 4), x_mlp_headers = take(0, s.hidden / N_TILE);
     qkv = take((s.heads + 2 * s.kv_heads) * s.head_dim / 4);
     partial = take(s.kv_heads * MAX_SPLITS * group * (s.head_dim / 4 + 1));
-    attended = take(q_words), attended_headers = take(s.kv_heads * MAX_SPLITS * JOINERS * HEADER_WORDS);
-    gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE * HEADER_WORDS);
+    attended = take(q_words), attended_headers = take(0, s.kv_heads * MAX_SPLITS * JOINERS);
+    gated = take(s.ffn / 4), gated_headers = take(0, s.ffn / N_TILE);
     end = at;
   }
 };

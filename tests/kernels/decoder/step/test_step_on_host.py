@@ -20,8 +20,7 @@ from trirun_kernels.plan.problem import Device
 from tests.kernels.decoder.models import VOCAB, random_model
 from tests.kernels.host_sources import host_library, needs_tools
 
-ROOM = 160 << 10  # so little memory that the ring goes round
-CTAS = 8  # MOST_CTAS of on_host/fibers.h
+ROOM, CTAS = 160 << 10, 8  # so little memory that the ring goes round; MOST_CTAS of on_host/fibers.h
 PLAIN = {"hidden": 256, "ffn": 384, "heads": 4, "kv_heads": 4, "head_dim": 64, "spec": QuantSpec(-1, 1.0), "layers": 2}
 
 # Of so many CTAs to a cluster.
@@ -213,14 +212,15 @@ def test_behind_long_texts_ctas_attend_in_rounds_together_or_in_equal_parts(
 
 
 @needs_tools
-@pytest.mark.parametrize("slow", [0, 15, 16, 17, 18, 19])
-def test_a_warp_that_hardly_runs(library, monkeypatch, slow):
+@pytest.mark.parametrize(("slow", "rows"), [*((warp, 1) for warp in (0, 15, 16, 17, 18, 19)), (16, 2), (17, 4), (0, 4)])
+def test_a_warp_that_hardly_runs(library, monkeypatch, slow, rows):
     # Gate | up goes round the ring several times, and warps that multiply do not wait for each other there.
     monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
     weights = random_model(**PLAIN | EIGHT | {"kv_heads": 2, "ffn": 2048})
-    model, text = CudaModel.of(weights, "cpu", torch.float16), torch.tensor([3, 7])
-    (logits,), caches = filled(model, [text], weights, False)
-    assert max(errors_of(library, monkeypatch, weights, model, caches, [(text, logits)], [[(0, 0)]])) < 4e-3
+    model, texts = CudaModel.of(weights, "cpu", torch.float16), [torch.tensor([3, 7])] * rows
+    logits, caches = filled(model, texts, weights, False)
+    known, step = list(zip(texts, logits, strict=True)), [(row, 0) for row in range(rows)]
+    assert max(errors_of(library, monkeypatch, weights, model, caches, known, [step])) < 4e-3
 
 
 @needs_tools
