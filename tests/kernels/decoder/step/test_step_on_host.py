@@ -217,7 +217,7 @@ def test_a_warp_that_hardly_runs(library, monkeypatch, slow, rows):
     # Gate | up goes round the ring several times, and warps that multiply do not wait for each other there.
     monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
     weights = random_model(**PLAIN | EIGHT | {"kv_heads": 2, "ffn": 2048})
-    model, texts = CudaModel.of(weights, "cpu", torch.float16), [torch.tensor([3, 7])] * rows
+    model, texts = CudaModel.of(weights, "cpu", torch.float16), [torch.tensor([3 + row, 7]) for row in range(rows)]
     logits, caches = filled(model, texts, weights, False)
     known, step = list(zip(texts, logits, strict=True)), [(row, 0) for row in range(rows)]
     assert max(errors_of(library, monkeypatch, weights, model, caches, known, [step])) < 4e-3
