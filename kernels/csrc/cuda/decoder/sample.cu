@@ -202,17 +202,17 @@ struct Row {
     }
   }
 
-  // Compact on purpose: code that is run a few times costs what it takes to fetch it.
+  // Compact on purpose: code that is run a few times costs what it takes to fetch it. Two groups are on their way.
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
     const int begin = first + static_cast<int>(threadIdx.x) % 32;
-    float following[EACH];
+    float following[EACH], second[EACH];
 #pragma unroll 1
-    for (int group = begin - 32; group < last; group += 32) {
+    for (int group = begin - 64; group < last; group += 32) {
       float v[EACH];
 #pragma unroll
-      for (int j = 0; j < EACH; j++) v[j] = following[j];
-      if (group + 32 < last) load(following, group + 32);
+      for (int j = 0; j < EACH; j++) v[j] = following[j], following[j] = second[j];
+      if (group + 64 < last) load(second, group + 64);
       if (group >= begin) f(group * EACH, v);
     }
   }
@@ -403,16 +403,18 @@ __global__ void __launch_bounds__(THREADS + BESIDE, 1) sample(const __grid_const
             warp = threadIdx.x / 32;
   Team team{parts, static_cast<int>(blockIdx.x) & (parts - 1), 0, warps, given, bins, merged};
   team.begin();
+  // Known before the step began, and looked up before it ends.
+  const int slot = s.slots[row];
+  const bool wanted = s.wanted == nullptr || s.wanted[row] != 0;
+  const trirun_sampler p = s.samplers[max(slot, 0)];
   // No early launch of the next kernel: what starts the next step reads positions and tokens ahead of its own wait.
   dependency_wait();
-  const int slot = s.slots[row];
   if (slot < 0) return;
   const bool first_thread = team.rank == 0 && threadIdx.x == 0;
-  if (s.wanted != nullptr && s.wanted[row] == 0) {
+  if (!wanted) {
     if (first_thread) s.sampled[row] = -1;
     return;
   }
-  const trirun_sampler p = s.samplers[slot];
   team.begun();
   const int groups = (vocab + EACH - 1) / EACH, share = (groups + parts * WARPS - 1) >> (a.parts_log + WARPS_LOG);
   const int first = min(groups, (team.rank * WARPS + warp) * share), last = min(groups, first + share);

@@ -158,14 +158,19 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     barrier_init_fence();
     fence_async_shared();
   }
-  const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
-  for (int i = threadIdx.x; i < words; i += THREADS)
-    c.template at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
-  dependency_wait();  // for what kernels before wrote: all but the layers
+  // One warp finds out where rows are while the others fetch the layers.
+  if (warp == 1) {
+    plan_items<HD, ELEMENT>(c);
+  } else {
+    const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
+    for (int i = threadIdx.x - (warp > 1 ? 32 : 0); i < words; i += THREADS - 32)
+      c.template at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
+  }
   if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
   __syncthreads();
   if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, BLOCKS, Cta>::make_share(c, c.lane());
-  if (warp == 1) plan_items<HD, ELEMENT>(c);
+  // For what kernels before wrote: the residual stream and the caches. Where rows are was known before them.
+  dependency_wait();
   if (warp >= WARPS && warp < WARPS + FINISHERS)
     Finisher<LIMBS, GROUPS, BLOCKS, Cta>(c).begin();  // on its way meanwhile
   __syncthreads();
