@@ -51,7 +51,7 @@ SELECTIONS = {
     "prefill other": ("gemm/test_cuda_prefill.py", "identity_reads or dense_weight or spoils_only_itself"),
     "decoder rows": ("decoder/test_cuda_ops.py", "test_rows and -96-"),
     "decoder attention": ("decoder/test_cuda_ops.py", "test_attention and dtype0"),
-    "decoder head": ("decoder/test_cuda_head.py", "sixteen and dtype0 and not waits"),
+    "decoder head": ("decoder/test_cuda_head.py", "sixteen and numbers1-dtype0 and not waits"),
     "decoder sampling": ("decoder/test_cuda_sampling.py", "203 and not draws"),
     "decoder step": ("decoder/step/test_cuda_step.py", "texts_against and 16 or rows_of_a_batch and dtype0"),
     "experts": ("decoder/test_cuda_experts.py", "equal_experts or nan_stays or weighted_sum"),

@@ -130,9 +130,7 @@ typedef struct {
   trirun_linear qkv, z; /* z.n 0: qkv has it too */
   const void* gates; /* [b of all value heads, a of all value heads][hidden] of gates_dtype */
   const float* conv; /* [taps][channels], the newest token's last; channels: q, k, v of all heads in this order */
-  const float* decay_rate; /* [value_heads]: -e^A */
-  const float* decay_bias; /* [value_heads] */
-  const float* norm; /* [value_dim] */
+  const float *decay_rate, *decay_bias, *norm; /* [value_heads]: -e^A; [value_heads]; [value_dim] */
   float* state; /* [slots][value_heads][key_dim][value_dim], of any content, as the ring */
   float* ring; /* [slots][taps][channels]: inputs of the convolution, of position p at p % taps */
   int64_t key_heads, value_heads, key_dim, value_dim, taps;
@@ -287,8 +285,7 @@ int trirun_cpu_decoder_states(const trirun_decoder* d, const trirun_segment* seg
  * distribution over ascending ids at number `index` of a stream of SplitMix64. */
 typedef struct {
   double temperature; /* 0: not at all, the largest logit wins */
-  double top_p; /* above 0; 1: all */
-  double min_p; /* 0: all */
+  double top_p, min_p; /* 1 and 0: all; top_p above 0 */
   int64_t top_k; /* 0: all; ties with the last one stay */
   uint64_t stream;
   uint64_t index; /* of the first token that is drawn; raised by one for each that follows */
@@ -367,7 +364,7 @@ typedef struct {
   int32_t low_tile_rows; /* of TRIRUN_KERNEL_SPANS, the lower tile */
   int32_t w2a8_max_k; /* k of TRIRUN_KERNEL_PREFILL_W2A8, at most */
   int32_t head_int8_rows; /* rows of x of one trirun_cuda_head_int8, at most */
-  int32_t head_16bit_rows, head_16bit_columns; /* of x of one trirun_cuda_head_16bit, at most */
+  int32_t head_16bit_rows, head_16bit_columns, head_12bit_columns; /* of x of one such head of few rows, at most */
 } trirun_cuda_limits;
 
 void trirun_cuda_get_limits(trirun_cuda_limits* limits);
@@ -510,6 +507,10 @@ int trirun_cuda_head_int8(const void* x, int dtype, int64_t m, int64_t k, int64_
  * multiples of 8, k of 32, ldy of 2; m at most trirun_cuda_limits' head_16bit_rows, k head_16bit_columns. */
 int trirun_cuda_head_16bit(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const void* w, int64_t n,
                            void* y, int64_t ldy, void* stream);
+/* The same of w in bfloat16, in 12 bits each without loss (weights/twelve_bits.py); k in multiples of 64, at least 512.
+ * counter: zero before the first call, and kept zero. */
+int trirun_cuda_head_12bit(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const void* blocks,
+                           const uint32_t* records, uint32_t* counter, int64_t n, void* y, int64_t ldy, void* stream);
 
 /* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
  * block_tables[slot][p / 64]. A row whose slot is negative is skipped. The cache is of dtype, or, where scales are
@@ -592,9 +593,7 @@ typedef struct {
   const void* gate_weight;
   const void* gates; /* prompts: [m][ld_gates] of dtype: hidden . gate_weight^T */
   const float* conv; /* [taps][channels], the newest token's last; channels: q, k, v of all heads in this order */
-  const float* decay_rate; /* [value_heads]: -e^A */
-  const float* decay_bias; /* [value_heads] */
-  const float* norm; /* [value_dim] */
+  const float *decay_rate, *decay_bias, *norm; /* [value_heads]: -e^A; [value_heads]; [value_dim] */
   float* state; /* [slots][value_heads][key_dim][value_dim] */
   void* ring; /* [slots][taps][channels] of dtype: inputs of the convolution, of position p at p % taps */
   void* y; /* [m][ld_y] of dtype; NULL where activations are wanted */

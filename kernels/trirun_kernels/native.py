@@ -78,6 +78,7 @@ class Limits(ctypes.Structure):
         for name in (
             "n_tile", "k_tile", "k_pad", "decode_rows", "exact_sum_k", "counter_bytes", "span_k_tiles", "tile_rows",
             "low_tile_rows", "w2a8_max_k", "head_int8_rows", "head_16bit_rows", "head_16bit_columns",
+            "head_12bit_columns",
         )
     )  # fmt: skip
 
@@ -118,6 +119,7 @@ _CUDA: dict[str, tuple[Any, list[Any]]] = {
     "rows": (_INT, [_POINTER, _POINTER]),
     "head_int8": (_INT, [_POINTER, _INT, *[_LONG] * 3, *[_POINTER] * 2, *[_LONG] * 2, _POINTER, _LONG, _POINTER]),
     "head_16bit": (_INT, [_POINTER, _INT, *[_LONG] * 3, _POINTER, _LONG, _POINTER, _LONG, _POINTER]),
+    "head_12bit": (_INT, [_POINTER, _INT, *[_LONG] * 3, *[_POINTER] * 3, _LONG, _POINTER, _LONG, _POINTER]),
     "attention_workspace": (_SIZE, [_POINTER]),
     "attention_decode": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER]),
     "attention_append": (_INT, [_POINTER, _POINTER, _POINTER]),

@@ -69,7 +69,7 @@ def of_shape(
         kind = shape_dtype(shape, dtype)
         try:
             model = random_model(shape, spec, positions=positions + 64, device=device, dtype=kind, act_bits=act_bits)
-            models = _with_heads(model, heads or ("16bit",), dense, note)
+            models = _with_heads(model, heads or ("16bit",), dense, note, drawn=True)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
         return _with_caches(models, caches)
@@ -145,9 +145,11 @@ def _name(model: CudaModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _with_heads(model: CudaModel, heads: Sequence[str], dense: bool, note: Note) -> dict[str, CudaModel]:
+def _with_heads(
+    model: CudaModel, heads: Sequence[str], dense: bool, note: Note, *, drawn: bool = False
+) -> dict[str, CudaModel]:
     """A packed model by name, with each of these kinds of heads or its own; with ``dense`` the second is its dense one,
-    of 16 bits throughout, under the name of its dtype, unless it cannot run."""
+    of 16 bits throughout, under the name of its dtype, unless it cannot run. ``drawn``: as of ``with_head``."""
     from ..models.synthetic import dense_model, dense_refusal, with_head
 
     if dense and (refusal := dense_refusal(model)):
@@ -155,7 +157,7 @@ def _with_heads(model: CudaModel, heads: Sequence[str], dense: bool, note: Note)
         dense = False
     # One 16-bit head for all that have one.
     kinds = dict.fromkeys([*heads, "16bit"] if dense else heads)
-    whole = {kind: with_head(model, kind) for kind in kinds}
+    whole = {kind: with_head(model, kind, drawn=drawn) for kind in kinds}
     models = {"int2": model} if not heads else {}
     models |= {f"int2, {kind} head" if len(heads) > 1 else "int2": whole[kind] for kind in heads}
     if not dense:

@@ -118,8 +118,10 @@ def random_gates(mixer: GatedDelta, hidden: int, generator: torch.Generator) -> 
     return draw(2 * heads, hidden) * hidden**-0.5, vectors
 
 
-def with_head(model: CudaModel, kind: str) -> CudaModel:
+def with_head(model: CudaModel, kind: str, *, drawn: bool = False) -> CudaModel:
     """The same model with its head "packed" as it is, in "16bit", or in "int8"; the embedding is in 16 bits then.
+
+    ``drawn``: a packed one becomes one of normal bfloat16 numbers, as those of trained models are, not of its levels.
 
     Raises:
         InputError: "packed", and the head is not.
@@ -131,10 +133,21 @@ def with_head(model: CudaModel, kind: str) -> CudaModel:
         return model
     if weight is None:
         return model
-    head = dequantize(weight, model.dtype) if isinstance(weight, PackedWeight) else weight[: model.shape.vocab]
+    if not isinstance(weight, PackedWeight):
+        head = weight[: model.shape.vocab]
+    elif drawn:
+        head = random_head(weight.n, weight.k, model.device).to(model.dtype)
+    else:
+        head = dequantize(weight, model.dtype)
     if isinstance(embedding, PackedWeight):
         embedding = dequantize(embedding, model.dtype)
     return dataclasses.replace(model, embedding=embedding, head=head_projection(head, int8=kind == "int8"))
+
+
+def random_head(n: int, k: int, device: torch.device) -> Tensor:
+    """bfloat16 [n, k], whose products of unit rows have about unit variance."""
+    generator = torch.Generator(device=device).manual_seed(n)
+    return torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=generator) * k**-0.5
 
 
 def angles(shape: DecoderShape, positions: int) -> list[tuple[Tensor, Tensor]]:

@@ -95,6 +95,7 @@ extern "C" void trirun_cuda_get_limits(trirun_cuda_limits* limits) {
   limits->tile_rows = 256, limits->low_tile_rows = 192, limits->w2a8_max_k = trirun::gemm_prefill::W2A8_MAX_K;
   limits->head_int8_rows = trirun::HEAD_INT8_ROWS;
   limits->head_16bit_rows = trirun::HEAD_16BIT_ROWS, limits->head_16bit_columns = trirun::HEAD_16BIT_COLUMNS;
+  limits->head_12bit_columns = trirun::HEAD_12BIT_COLUMNS;
 }
 
 extern "C" int64_t trirun_cuda_plan_shared_bytes(int64_t n, int64_t k, int64_t m, int32_t group_size, int32_t has_zeros,

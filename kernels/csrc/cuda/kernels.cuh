@@ -12,7 +12,7 @@ constexpr int DECODE_ROWS = 64;        // rows of x of one product on quantized 
 constexpr int COUNTERS = 16384;  // at the start of a workspace: zeros, kept zero by every kernel that counts there
 constexpr int HEAD_INT8_ROWS = 64;     // rows of x of one product with an 8-bit head, at most
 // Rows of x and columns of one product with a 16-bit head, at most.
-constexpr int HEAD_16BIT_ROWS = 8, HEAD_16BIT_COLUMNS = 8192;
+constexpr int HEAD_16BIT_ROWS = 8, HEAD_16BIT_COLUMNS = 8192, HEAD_12BIT_COLUMNS = 4096;
 constexpr int MAX_SHARED = 227 * 1024;  // bytes of shared memory of one CTA on the devices with the most
 
 // One product y[m][n] = x[m][k] . w^T + bias on the current device. Padded sizes are those of the stored weight.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..gemm.cpu import DTYPES
 from ..native import check_cuda, limits
 from ..native import cuda as library
+from ..weights.twelve_bits import BLOCK, TwelveBits
 
 # Rows of x up to which the weight is read once for every 64 of them; beyond, pieces of it are made 16 bits wide, which
 # costs twice as much memory traffic as such a pass but once for all rows.
@@ -24,22 +25,32 @@ FEWEST_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class HalfProjection:
-    """``y = x @ weight.T`` in 16 bits, on the current device and stream: up to :attr:`few` rows by a kernel that begins
-    while the one before ends (csrc/cuda/decoder/head_16bit.cu), more by cuBLAS.
+    """``y = x @ weight.T`` in 16 bits, on the current device and stream: up to :attr:`few` rows by kernels that begin
+    while the one before ends (csrc/cuda/head), more by cuBLAS.
 
     Attributes:
         weight: float16 or bfloat16 [n, k], contiguous, on the device; n a multiple of 8.
-        few: rows that the kernel takes, at most; 0 where it is not for this device, or not for k.
+        few: rows that the kernels take, at most; 0 where they are not for this device, or not for k.
+        compact: the weight once more, for few rows, where its numbers are bfloat16's, as those of most checkpoints are:
+            three quarters of the bytes, and of the time.
     """
 
     weight: Tensor
     few: int = field(init=False, compare=False)
+    compact: TwelveBits | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         w, k = self.weight, self.weight.shape[1]
         taken = w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0)
         taken = taken and FEWEST_COLUMNS <= k <= limits().head_16bit_columns and k % 32 == 0
         object.__setattr__(self, "few", limits().head_16bit_rows if taken else 0)
+        narrow = taken and k <= limits().head_12bit_columns and k % BLOCK == 0
+        object.__setattr__(self, "compact", TwelveBits.of(w) if narrow else None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, in either form."""
+        return self.weight.nbytes + (0 if self.compact is None else self.compact.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: of the weight's dtype [m, k], contiguous → [m, n].
@@ -50,12 +61,13 @@ class HalfProjection:
         (m, k), n = x.shape, self.weight.shape[0]
         if m > self.few:
             return F.linear(x, self.weight)
-        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        code = library().trirun_cuda_head_16bit(
-            x.data_ptr(), DTYPES[x.dtype], m, k, x.stride(0), self.weight.data_ptr(), n, y.data_ptr(), n,
-            torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
-        check_cuda(code, f"head_16bit: x {x.dtype} {list(x.shape)}, {n} outputs")
+        y, stream = torch.empty((m, n), dtype=x.dtype, device=x.device), torch.cuda.current_stream().cuda_stream
+        rows, out = (x.data_ptr(), DTYPES[x.dtype], m, k, x.stride(0)), (n, y.data_ptr(), n, stream)
+        name, tensors = "head_16bit", [self.weight]
+        if self.compact is not None:
+            name, tensors = "head_12bit", [self.compact.blocks, self.compact.records, self.compact.counter]
+        code = getattr(library(), f"trirun_cuda_{name}")(*rows, *(t.data_ptr() for t in tensors), *out)
+        check_cuda(code, f"{name}: x {x.dtype} {list(x.shape)}, {n} outputs")
         return y
 
 

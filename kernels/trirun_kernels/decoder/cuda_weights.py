@@ -185,8 +185,8 @@ class CudaModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights on the device: projections, embedding, head, norms, inputs of layers."""
-        head = self.head if isinstance(self.head, Int8Projection) else self.head.weight
-        total = self.embedding.nbytes + (0 if head is self.embedding else head.nbytes) + self.final_norm.nbytes
+        tied = not isinstance(self.head, Int8Projection) and self.head.weight is self.embedding
+        total = self.head.nbytes + (0 if tied else self.embedding.nbytes) + self.final_norm.nbytes
         total += 0 if self.inputs is None else self.inputs.nbytes
         for layer in self.layers:
             total += sum(p.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in layer.projections)

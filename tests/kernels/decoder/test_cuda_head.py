@@ -13,16 +13,20 @@ from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, assert_nan_stays_
 
 @gpu
 @BOTH
-# Of one piece of columns, of equal ones and of unequal ones, and of more columns than the kernel of few rows takes.
+@pytest.mark.parametrize("numbers", [torch.float16, torch.bfloat16])
+# Of one piece of columns, of equal ones and of unequal ones, and of more columns than the kernels of few rows take.
 @pytest.mark.parametrize(
-    "vocab, hidden", [(32000, 2048), (1000, 1056), (128256, 2560), (20008, 5120), (1000, 8192), (512, 8224)]
+    "vocab, hidden",
+    [(32000, 2048), (1000, 1056), (1000, 1088), (128256, 2560), (20008, 5120), (1000, 8192), (512, 8224)],
 )
-def test_sixteen_bit_heads(dtype, vocab, hidden):
+def test_sixteen_bit_heads(dtype, numbers, vocab, hidden):
     generator = torch.Generator("cuda").manual_seed(vocab)
-    head = torch.randn(vocab, hidden, generator=generator, device="cuda", dtype=dtype)
+    head = torch.randn(vocab, hidden, generator=generator, device="cuda").to(numbers).to(dtype)
     projection = HalfProjection(head)
     taken = torch.cuda.get_device_capability() == (9, 0) and hidden <= 8192
     assert projection.few == (8 if taken else 0)
+    narrow = taken and hidden % 64 == 0 and hidden <= 4096 and torch.bfloat16 in (dtype, numbers)
+    assert (projection.compact is not None) == narrow
     for m in (1, 2, 3, 8, 9):
         x = torch.randn(m, hidden, generator=generator, device="cuda", dtype=dtype)
         exact = x.double() @ head.double().T
@@ -35,8 +39,9 @@ def test_sixteen_bit_heads(dtype, vocab, hidden):
 
 
 @gpu
-def test_a_sixteen_bit_head_waits_for_the_kernel_before():
-    head = torch.randn(32000, 2048, device="cuda", dtype=torch.float16)
+@pytest.mark.parametrize("numbers", [torch.float16, torch.bfloat16])
+def test_a_sixteen_bit_head_waits_for_the_kernel_before(numbers):
+    head = torch.randn(32000, 2048, device="cuda").to(numbers).half()
     projection, weight = HalfProjection(head), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
     x = torch.randn(4, 2048, device="cuda", dtype=torch.float16) * 2048**-0.5
     expected = [projection(x @ weight) for _ in range(3)]

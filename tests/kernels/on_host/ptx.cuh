@@ -99,6 +99,11 @@ inline Relaxed16 load_relaxed16(const void* from) {
   return v;
 }
 inline void store_relaxed16(void* to, Relaxed16 v) { memcpy(to, &v, 16), on_host::stores++; }
+inline uint32_t count_around(uint32_t* counter, uint32_t last) {
+  const uint32_t before = *counter;
+  *counter = before >= last ? 0 : before + 1;
+  return before;
+}
 inline void store_relaxed8(void* to, uint64_t v) { memcpy(to, &v, 8), on_host::stores++; }
 inline uint64_t global_nanoseconds() { return 0; }
 
@@ -126,6 +131,11 @@ inline void dependency_launch() {}
 
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - on_host::memory());
+}
+inline uint4 load_global4(const void* from) {
+  uint4 v;
+  memcpy(&v, from, 16);
+  return v;
 }
 inline uint4 load_shared4(uint32_t address) {
   uint4 v;

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "cuda/kernels.cuh"
-#include "launch.cuh"
+#include "cuda/decoder/launch.cuh"
 
 namespace trirun::decoder {
 namespace {

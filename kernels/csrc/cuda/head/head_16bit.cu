@@ -12,7 +12,7 @@
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/ring.cuh"
 #include "cuda/kernels.cuh"
-#include "launch.cuh"
+#include "cuda/decoder/launch.cuh"
 
 namespace trirun::decoder {
 namespace {
