@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 24
+#define TRIRUN_ABI_VERSION 25
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {

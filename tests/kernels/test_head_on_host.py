@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 import torch
-from trirun_kernels.weights.twelve_bits import TwelveBits
 from trirun_kernels.gemm.cpu import DTYPES
+from trirun_kernels.weights.twelve_bits import TwelveBits
 
 from tests.kernels.decoder.cuda_support import ROUNDING, assert_nan_stays_in_its_row, error
 from tests.kernels.host_sources import host_library, needs_tools
