@@ -1,4 +1,4 @@
-"""Output heads on a GPU, in 16 bits and in 8: their bytes are what a step of few rows waits for."""
+"""Output heads on a GPU, in 16, 12 and 8 bits: their bytes are what a step of few rows waits for."""
 
 from __future__ import annotations
 

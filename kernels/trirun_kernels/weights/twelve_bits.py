@@ -14,7 +14,7 @@ from torch import Tensor
 
 ROWS, BLOCK = 8, 64  # rows and columns that lie together
 EXPONENTS = 16  # that a weight can have
-BLOCK_WORDS, RECORD_WORDS = 192, 32
+RECORD_WORDS = 32
 MOST_APART = 29  # weights of eight rows, for which a record has room
 LARGEST_BASE = 191  # of an exponent as stored: beyond, a row's factor would be none of float32
 RAISED_LOG = 64  # of x, as csrc/cuda/head/head_12bit.cu multiplies it
@@ -26,7 +26,7 @@ REST = 0x807F
 
 @dataclass(frozen=True, slots=True)
 class TwelveBits:
-    """A weight [n, k] of bfloat16 numbers.
+    """A weight [n, k] of bfloat16 numbers, k at most 8192.
 
     Attributes:
         blocks: int32 [n / 8, k / 64, 192]: of eight rows and 64 columns, in the order of lanes 4·row + t, which have
