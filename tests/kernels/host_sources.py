@@ -48,7 +48,7 @@ def compile_for_host(source: Path, made: Path, *flags: str) -> None:
 def lay_out(folder: Path) -> Path:
     """Kernels' sources for the host; their folder."""
     made = Path(shutil.copytree(SOURCES / "cuda", folder / "cuda"))
-    for part in ("step", "decoder", "gemm_decode"):
+    for part in ("step", "decoder", "head", "gemm_decode"):
         for file in (made / part).iterdir():
             file.write_text(for_host(file.read_text()))
     for file in HERE.glob("*.cuh"):

@@ -110,7 +110,7 @@ def test_limits(linked):
     limits = Limits()
     linked.trirun_cuda_get_limits(ctypes.byref(limits))
     values = tuple(getattr(limits, name) for name, _ in Limits._fields_)
-    assert values == (64, 128, 128, 64, 87296, 65536, 4, 256, 192, 87040, 64, 8, 8192)
+    assert values == (64, 128, 128, 64, 87296, 65536, 4, 256, 192, 87040, 64, 8, 8192, 4096)
 
 
 @needs_hopper
