@@ -170,7 +170,7 @@ def test_scripts_import_what_is_there(repo_root: Path) -> None:
 
 # Files that are longer than they should be: to be split, and never to grow.
 LONG = {
-    "kernels/csrc/trirun.h": 783,
+    "kernels/csrc/trirun.h": 782,
     "kernels/trirun_kernels/decoder/cpu.py": 313,
     "kernels/trirun_kernels/decoder/cuda.py": 416,
     "kernels/trirun_kernels/decoder/cuda_experts.py": 377,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda_delta import DeltaHeads
 from trirun_kernels.decoder.cuda_experts import CudaMixture
-from trirun_kernels.decoder.cuda_head import Int8Projection
+from trirun_kernels.decoder.cuda_head import HalfProjection, Int8Projection
 from trirun_kernels.decoder.cuda_weights import (
     CudaInputs,
     CudaLayer,
@@ -133,14 +133,16 @@ def with_head(model: CudaModel, kind: str, *, drawn: bool = False) -> CudaModel:
         return model
     if weight is None:
         return model
+    if isinstance(embedding, PackedWeight):
+        embedding = dequantize(embedding, model.dtype)
+    if kind == "16bit" and isinstance(model.head, HalfProjection):
+        return dataclasses.replace(model, embedding=embedding)
     if not isinstance(weight, PackedWeight):
         head = weight[: model.shape.vocab]
     elif drawn:
         head = random_head(weight.n, weight.k, model.device).to(model.dtype)
     else:
         head = dequantize(weight, model.dtype)
-    if isinstance(embedding, PackedWeight):
-        embedding = dequantize(embedding, model.dtype)
     return dataclasses.replace(model, embedding=embedding, head=head_projection(head, int8=kind == "int8"))
 
 

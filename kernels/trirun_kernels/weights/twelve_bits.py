@@ -45,8 +45,8 @@ class TwelveBits:
         """A weight [n, k] of floats, n in multiples of 8 and k of 64; None where its numbers are none of bfloat16, or
         too many of them are far below the largest of their row."""
         pieces = []
-        for first in range(0, weight.shape[0], PIECE):
-            piece = _packed(weight[first : first + PIECE])
+        for rows in weight.split(PIECE):
+            piece = _packed(rows)
             if piece is None:
                 return None
             pieces.append(piece)

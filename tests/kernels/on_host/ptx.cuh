@@ -99,12 +99,12 @@ inline Relaxed16 load_relaxed16(const void* from) {
   return v;
 }
 inline void store_relaxed16(void* to, Relaxed16 v) { memcpy(to, &v, 16), on_host::stores++; }
+inline void store_relaxed8(void* to, uint64_t v) { memcpy(to, &v, 8), on_host::stores++; }
 inline uint32_t count_around(uint32_t* counter, uint32_t last) {
   const uint32_t before = *counter;
   *counter = before >= last ? 0 : before + 1;
   return before;
 }
-inline void store_relaxed8(void* to, uint64_t v) { memcpy(to, &v, 8), on_host::stores++; }
 inline uint64_t global_nanoseconds() { return 0; }
 
 template <int THREADS>

@@ -269,15 +269,16 @@ __device__ __forceinline__ unsigned count_arrival(unsigned* counter) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
+__device__ __forceinline__ uint64_t count_arrival(uint64_t* counter) {
+  uint64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Counts one, and begins anew behind `last`.
 __device__ __forceinline__ uint32_t count_around(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.inc.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
-  return before;
-}
-__device__ __forceinline__ uint64_t count_arrival(uint64_t* counter) {
-  uint64_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
   return before;
 }
 

@@ -16,8 +16,8 @@
 
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/ring.cuh"
-#include "cuda/kernels.cuh"
 #include "cuda/decoder/launch.cuh"
+#include "cuda/kernels.cuh"
 
 namespace trirun::decoder {
 namespace {

@@ -8,8 +8,8 @@
 // of 64 are what the fragments of step q hold in places 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 #include <type_traits>
 
-#include "cuda/kernels.cuh"
 #include "cuda/decoder/launch.cuh"
+#include "cuda/kernels.cuh"
 
 namespace trirun::decoder {
 namespace {
