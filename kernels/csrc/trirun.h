@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 25
+#define TRIRUN_ABI_VERSION 26
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -635,29 +635,29 @@ typedef struct {
   void *keys, *values, *scales; /* as of trirun_attention: of dtype, or int8 and scales */
 } trirun_cuda_step_layer;
 
-/* All layers of one decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from the residual stream behind the
- * embedding to the input of the head. Rows of a slot follow each other; a negative one keeps none. */
+/* One decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from tokens to the input of the head. Rows of a slot
+ * follow each other; a negative one keeps none. */
 typedef struct {
   const trirun_cuda_step_layer* layers; /* [layer_count], in device memory */
-  const float* residual; /* [m][hidden] */
+  const void* embedding; /* [vocab][hidden] of dtype; NULL: packed, which is in host memory */
+  const trirun_int2* packed;
   void* y; /* [m][hidden] of dtype, after the final norm; NaN where the kernel gave up */
   const float* final_norm;
-  const int32_t *slots, *positions; /* [m] */
-  const int32_t* block_tables; /* [slots][ld_blocks] */
+  const int32_t *tokens, *slots, *positions; /* [m]; a negative token is latest[slots[row]] */
+  const int32_t *latest, *block_tables; /* [slots]; [slots][ld_blocks] */
   const float *cosines, *sines; /* [positions][rotary_half] */
   const int32_t* plan; /* [4][ctas / cluster + 1], in host memory: of qkv, o, gate_up, down (as o), the first unit of 64
                           outputs (or pairs) of every cluster, and the end; none has more than an equal share needs */
   void* messages; /* 256-byte aligned, of this structure's sizes alone, zero before the first step. The second 32-bit
                      word is not 0 once CTAs have waited for each other in vain. */
   size_t message_bytes; /* at least trirun_cuda_step_messages */
-  int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks; /* m * kv_heads is at most 128 */
+  int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks, vocab; /* m * kv_heads is at most 128 */
   int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits;
   int32_t group_size, real_zeros; /* of all weights: real_zeros 1 where they have a zero point per group */
   int32_t ctas, cluster; /* at most one for each multiprocessor, in clusters of 2, 4 or 8, no more than k tiles */
   int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
-  int32_t int8_cache; /* not 0: keys and values are int8 */
-  float eps, scale; /* of all norms; of q . k */
-  int32_t attention_sub_norm; /* not 0: layers have one */
+  int32_t int8_cache, attention_sub_norm; /* not 0: keys and values are int8; layers have such a norm */
+  float eps, scale, embedding_scale; /* of all norms; of q . k; of the embedding's rows */
 } trirun_cuda_step;
 
 /* Bytes of messages; 0 for sizes that the kernel does not take. Needs no device. */

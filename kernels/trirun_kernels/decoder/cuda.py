@@ -232,13 +232,8 @@ class CudaDecoder:
         model, m = self.model, inputs.tokens.shape[0]
         if m not in self._steps:
             caches = [self.caches.attention[index] for index in self._heads]
-            self._steps[m] = CudaStep(model, list(self._heads.values()), caches, m, self._device.sms)
-        residual = torch.empty(m, model.shape.hidden, device=model.device)
-        ops.rows(
-            ops.EMBED, model.embedding, y=None, residual=residual, tokens=inputs.tokens, slots=inputs.slots,
-            latest=self.latest, scale=model.shape.embedding_scale,
-        )  # fmt: skip
-        return self._steps[m](residual, inputs.slots, inputs.positions)
+            self._steps[m] = CudaStep(model, list(self._heads.values()), caches, self.latest, m, self._device.sms)
+        return self._steps[m](inputs.tokens, inputs.slots, inputs.positions)
 
     def _norm(self, index: int, part: str) -> dict[str, Any]:
         """The norm before a part of a layer."""

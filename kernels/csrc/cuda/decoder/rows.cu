@@ -4,6 +4,7 @@
 //
 // A warp owns k tiles of 128, in the lane order of activations.cuh, and keeps its values in registers from the
 // first load to the last store. Rows of prompts, which nobody wants as limbs, are read and written 16 bytes at a time.
+#include "embedding.cuh"
 #include "limbs.cuh"
 #include "launch.cuh"
 
@@ -22,27 +23,6 @@ struct RowsArgs {
   LimbRows quantized;
   int tokens, k_tiles;
 };
-
-// A row without a token of its own goes on with the one its slot sampled last; one without a slot is padding.
-__device__ __forceinline__ int token_of(const trirun_rows& r, int row) {
-  int token = r.tokens[row];
-  const int slot = r.slots != nullptr ? r.slots[row] : 0;
-  if (token < 0 && slot >= 0 && r.latest != nullptr) token = r.latest[slot];
-  return token < 0 || token >= r.vocab ? 0 : token;
-}
-
-// Columns `column` + {0, 1, 8, 9} of a token's row, where `column` is a lane's own: one word of tile64, a byte each.
-__device__ __forceinline__ float4 load_packed(const trirun_int2& w, int token, int column) {
-  const int n_tile = token / 64, j = token % 64 / 16, h = token % 16 / 8, r = token % 8;
-  const int64_t block = static_cast<int64_t>(n_tile) * (w.k / 32) + column / 32;
-  const uint32_t word = w.words[block * 128 + 16 * r + 4 * (column % 8 / 2) + 2 * (column % 32 / 16) + h] >> (2 * j);
-  const int64_t group = w.group_size > 0 ? column / w.group_size : 0;
-  const int64_t at = group * w.n + n_tile * 64 + 8 * r + 2 * j + h;
-  const float scale = __half2float(__ushort_as_half(w.scales[at]));
-  const float zero = w.zeros != nullptr ? __half2float(__ushort_as_half(w.zeros[at])) : w.zero;
-  const auto value = [&](int byte) { return scale * (static_cast<float>(word >> (8 * byte) & 3) - zero); };
-  return make_float4(value(0), value(1), value(2), value(3));
-}
 
 // Where some of a row's experts' outputs are, and what they weigh: asked for together, as then what is there.
 struct Places {
@@ -174,7 +154,9 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, SOURCE == RESIDUAL_MIXED ? 1 :
   if (MIXES && !routed && row < r.m) places.load(a.mixed, row, 0);
 
   constexpr bool EMBEDS = SOURCE == TRIRUN_ROWS_EMBED || SOURCE == EMBED_PACKED;
-  const int token = EMBEDS && row < r.m ? token_of(r, row) : 0;
+  const bool embeds = EMBEDS && row < r.m;
+  const int slot = embeds && r.slots != nullptr ? r.slots[row] : 0;
+  const int token = embeds ? token_of(r.tokens[row], slot, r.latest, r.vocab) : 0;
   float4 v[PER_WARP];
 #pragma unroll
   for (int i = 0; i < PER_WARP; i++) {

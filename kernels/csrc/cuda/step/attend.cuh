@@ -317,9 +317,9 @@ struct Attention {
       float4 v[WORDS];
 #pragma unroll
       for (int w = 0; w < WORDS; w++) {
-        const int at = lane + w * 32;
-        v[w] = lane < HD / 4 ? reinterpret_cast<const float4*>(to)[at] : make_float4(0.f, 0.f, 0.f, 0.f);
-        if (CODES && turned) mix_four(v[w]);
+        const auto* words = reinterpret_cast<const float4*>(to);
+        const int at = lane % (HD / 4) + w * 32;
+        v[w] = CODES && turned ? mixed(words, at) : words[at];
       }
       uint32_t largest = 0;
       if constexpr (CODES) largest = decoder::largest_of_head(v);
@@ -331,12 +331,21 @@ struct Attention {
     meet_after_reading();
   }
 
-  // Hadamard's sums over dimensions 4 lane to 4 lane + 3 and those of the seven lanes beside it.
-  __device__ __forceinline__ static void mix_four(float4& v) {
-    float four[] = {v.x, v.y, v.z, v.w};
-    decoder::mix_own(four, 4);
-    decoder::mix_lanes(four, 8);
-    v = make_float4(four[0], four[1], four[2], four[3]);
+  // Hadamard's sums over the dimensions of a lane's word and of the seven words beside it: of four words from shared
+  // memory, of which each lane reads all, and of the other four from the lane that has added them up.
+  __device__ __forceinline__ static float4 mixed(const float4* words, int at) {
+    const auto added = [](float4 a, float4 b, bool minus) {
+      const float sign = minus ? -1.f : 1.f;
+      return make_float4(fmaf(a.x, sign, b.x), fmaf(a.y, sign, b.y), fmaf(a.z, sign, b.z), fmaf(a.w, sign, b.w));
+    };
+    const float4 low = added(words[at], words[at ^ 1], at & 1), high = added(words[at ^ 2], words[at ^ 3], at & 1);
+    const float4 sum = added(low, high, at & 2);
+    float own[] = {sum.x, sum.y, sum.z, sum.w}, other[4];
+    decoder::mix_own(own, 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) other[i] = __shfl_xor_sync(~0u, own[i], 4);
+    return added(make_float4(own[0], own[1], own[2], own[3]), make_float4(other[0], other[1], other[2], other[3]),
+                 at & 4);
   }
 
   // A query to shared memory, as attention reads it: a warp.
@@ -413,17 +422,16 @@ struct Attention {
     const bool last = span.newest;
     const uint32_t tiles = static_cast<uint32_t>(span.last - span.first) * TILES;
     // Of CODES: of keys and values at a lane's two positions of a tile, on their way while they are.
-    float2 first, second;
+    uint32_t first = 0, second = 0;
     const auto load_scales = [&](uint32_t tile) {
-      first = second = make_float2(1.f, 1.f);
       if (!CODES || tile >= tiles) return;
       const int chunk = tile / TILES, position = (span.first + chunk) * SPAN, last = span.positions - chunk * SPAN - 1;
       const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
-      const auto* from = static_cast<const __half2*>(layer.scales) +
+      const auto* from = static_cast<const uint32_t*>(layer.scales) +
                          cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
       const int k = c.lane() / 4, of_chunk = tile % TILES;
-      first = __half22float2(__ldg(from + min(position_of(of_chunk, k), last)));
-      second = __half22float2(__ldg(from + min(position_of(of_chunk, k + 8), last)));
+      first = __ldg(from + min(position_of(of_chunk, k), last));
+      second = __ldg(from + min(position_of(of_chunk, k + 8), last));
     };
     load_scales(worker());
     if (c.in_hand().item > 0) meet();  // the last item's queries have been read
@@ -455,7 +463,7 @@ struct Attention {
         Ring next_chunk = at;
         int count = newest_positions(POSITIONS, fresh_of(span));
         const bool fresh = tile == worker(), stored = tile < tiles;
-        float2 own = first, other = second;
+        float2 own = decoder::widen_pair<false>(first), other = decoder::widen_pair<false>(second);
         if (CODES && !stored) {
           const auto newest_of = [&](int k) {
             return load_shared_float2(newest_scales(c) + min(position_of(0, k), count - 1) * 8);

@@ -140,7 +140,11 @@ struct CtaOf {
     ring = in_hand().ring;
     return in_hand().phase;
   }
-  // How many inputs of layers there were before this step, modulo TAG; what a layer's is tagged with.
+  // How many inputs of layers there were before this step, modulo TAG: in memory, kept, and what a layer's is tagged
+  // with.
+  __device__ __forceinline__ uint32_t counted_before() const {
+    return *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
+  }
   __device__ __forceinline__ uint32_t& counted() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
   __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(counted() + layer); }
   __device__ __forceinline__ Geometry geometry(int product) const {

@@ -174,30 +174,31 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   const int workers = workers_of(c.a, sides_log_of(c.a.group, s.head_dim)), kv_heads = static_cast<int>(s.kv_heads);
   const int rows = static_cast<int>(s.m), all = rows * kv_heads, lane = lane_anew();
   AttentionPlan& plan = const_cast<AttentionPlan&>(c.plan());
-  // The first of a row's neighbours of the same sequence, whose keys the cache does not have yet.
-  const auto first_of = [&](int row) {
-    int first = row;
-    while (first > 0 && s.slots[row] >= 0 && s.slots[first - 1] == s.slots[row]) first--;
-    return first;
-  };
-  const auto length_of = [&](int row) { return s.slots[row] < 0 ? 0 : max(s.positions[first_of(row)], 0); };
+  // What a lane knows of its row, asked for at once, and of any row from the lane that has it.
+  const int mine = min(lane, rows - 1), slot = s.slots[mine], position = max(s.positions[mine], 0);
+  const int page = slot < 0 ? 0 : s.block_tables[slot * s.ld_blocks + position / decoder::PAGE];
+  const auto of_row = [&](int value, int row) { return Cta::ONE_ROW ? value : __shfl_sync(~0u, value, row); };
+  // Its neighbours of the same sequence up to it, whose keys the cache does not have yet.
+  int fresh = 1;
+  if constexpr (!Cta::ONE_ROW)
+    for (int back = 1; back < MAX_ROWS; back++)
+      fresh += of_row(slot, max(mine - back, 0)) == slot && slot >= 0 && fresh == back && mine >= back;
+  const int earliest = of_row(position, mine - fresh + 1), length = slot < 0 ? 0 : earliest;
   // A part of the keys of a row and key head; newest: with the new ones.
   const auto item_of = [&](int row, int kv_head, int first, int last, bool newest) {
     Item item{};
-    item.row = row, item.kv_head = kv_head, item.slot = s.slots[row], item.position = max(s.positions[row], 0);
-    item.fresh = row - first_of(row) + 1;
-    item.first = first, item.last = last, item.newest = newest, item.positions = length_of(row) - first * SPAN;
-    item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
+    item.row = row, item.kv_head = kv_head, item.slot = of_row(slot, row), item.position = of_row(position, row);
+    item.fresh = of_row(fresh, row), item.page = of_row(page, row);
+    item.first = first, item.last = last, item.newest = newest, item.positions = of_row(length, row) - first * SPAN;
     item.tiles = (last - first) * (SPAN / TILE_POSITIONS) + newest;
     item.parts = min(workers, item.tiles);
     return item;
   };
-  int count = 0, longest = 0;
-  for (int row = 0; row < rows; row++) longest = max(longest, length_of(row));
-  const int words = c.a.group * HD / 4;
+  int count = 0;
+  const int longest = Cta::ONE_ROW ? length : __reduce_max_sync(~0u, length), words = c.a.group * HD / 4;
   const Rounds in_rounds = rounds_of(c, all, longest, words);
   if constexpr (!Cta::ONE_ROW) {
-    const int spans = lane < rows ? ceil_div(length_of(lane), SPAN) : 0;
+    const int spans = lane < rows ? ceil_div(length, SPAN) : 0;
     const Sequence<HD, ELEMENT> sequence(rows, kv_heads, spans);
     if (sequence.cost(!sends_attended_headers(s)) < in_rounds.cost) {
       sequence.divide(plan);
@@ -224,24 +225,23 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     return ceil_div(words, givers * SPLITS_AT_ONCE) * SPLITS_AT_ONCE;  // as they are joined
   };
   for (int row = 0; row < rows; row++) {
-    const int splits = max(1, min(in_rounds.splits, ceil_div(length_of(row), of_split))), givers = splits << log;
+    const int splits = max(1, min(in_rounds.splits, ceil_div(of_row(length, row), of_split))), givers = splits << log;
     const int given = splits == 1 ? words >> log : share_of(givers);
     plan.rows[row] = {splits, givers, min(JOINERS, ceil_div(given, 32))};
     if constexpr (!Cta::ONE_ROW)
       for (int kv_head = lane; kv_head < kv_heads; kv_head += 32) plan.splits[row * kv_heads + kv_head] = splits;
   }
-  if (lane != 0) return;
   // CTAs beyond the last whole group of splits have nothing to do.
   for (int at = group / in_rounds.splits; group / in_rounds.splits < stride && at < all; at += stride) {
     const int row = at / kv_heads, member = static_cast<int>(blockIdx.x) & ((1 << log) - 1);
-    const int giver = (split << log) + member, spans = ceil_div(length_of(row), SPAN);
-    const RowSplits of_row = plan.rows[row];
-    const int part = min(giver, of_row.givers);
-    Item item = item_of(row, at % kv_heads, spans * part / of_row.givers,
-                        spans * min(part + 1, of_row.givers) / of_row.givers, giver == of_row.givers - 1);
-    item.split = split, item.splits = of_row.splits, item.member = member, item.giver = giver;
-    item.first_word = min(share_of(of_row.givers) * giver, words);
-    item.last_word = min(item.first_word + share_of(of_row.givers), words);
+    const int giver = (split << log) + member, spans = ceil_div(of_row(length, row), SPAN);
+    const RowSplits parts = plan.rows[row];
+    const int part = min(giver, parts.givers);
+    Item item = item_of(row, at % kv_heads, spans * part / parts.givers,
+                        spans * min(part + 1, parts.givers) / parts.givers, giver == parts.givers - 1);
+    item.split = split, item.splits = parts.splits, item.member = member, item.giver = giver;
+    item.first_word = min(share_of(parts.givers) * giver, words);
+    item.last_word = min(item.first_word + share_of(parts.givers), words);
     if (item.split < item.splits) plan.items[count++] = item;
   }
   plan.item_count = count, plan.members_log = log;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cta.cuh"
+#include "cuda/decoder/embedding.cuh"
 
 #include <type_traits>
 
@@ -316,19 +317,34 @@ struct Finisher {
     }
   }
 
-  // The residual stream of this CTA's units, and the first layer's input.
-  __device__ __forceinline__ void begin() const {
-    const uint32_t tag = c.tag(0);
+  // Of a token's embedding, this lane's two values.
+  __device__ __forceinline__ float2 embedded(int token, int n) const {
+    const trirun_cuda_step& s = c.a.s;
+    if (s.embedding == nullptr) {
+      const float4 v = decoder::load_packed(c.a.packed, token, n & ~1);
+      return n & 1 ? make_float2(v.y, v.w) : make_float2(v.x, v.z);
+    }
+    const int64_t at = token * s.hidden + n;
+    return make_float2(load_element(s.embedding, at, s.dtype), load_element(s.embedding, at + 8, s.dtype));
+  }
+
+  // The residual stream of this CTA's units, and the first layer's input, of every apart-th task from the first on: of
+  // any warp, while others fetch the layers.
+  __device__ __forceinline__ void begin(int first, int apart) const {
     const trirun_cuda_step& s = c.a.s;
     const Geometry g = c.geometry(O);
     const int rows_log = c.rows_log();
 #pragma unroll 1
-    for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
+    for (int task = first; task < g.local << rows_log; task += apart) {
       const int row = task & (c.rows() - 1), unit = unit_of(g, task >> rows_log), n = unit * N_TILE + row_in_unit();
-      const float2 v = load_rows(s.residual + row * s.hidden + n);
+      const float* norm = s.layers->attention_norm;
+      const uint32_t tag = tag_of(c.counted_before());
+      const int token = decoder::token_of(s.tokens[row], s.slots[row], s.latest, s.vocab);
+      const float2 norms = load_rows(norm + n), scale = make_float2(s.embedding_scale, s.embedding_scale);
+      const float2 v = embedded(token, n) * scale;
       residual(task) = v;
       const int at = row * g.n_tiles + unit;
-      const float2 sent = v * load_rows(c.layer(0).attention_norm + n);
+      const float2 sent = v * norms;
       send_half(unit_half(c.a.x_attention + at * 16), sent, tag);
       send_headers<1>(c.a.x_attention_headers + unit * HEADER_WORDS + row, 0, {v}, {sent}, tag);
     }

@@ -183,6 +183,7 @@ struct StepArgs : Layout {
   int head_words_log;  // of four floats
   float key_heads_of_head;  // 1 / group
   uint32_t nought;  // 0, which the compiler does not know
+  trirun_int2 packed;  // the embedding, where it is
 };
 
 }  // namespace trirun::step

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   using Cta = CtaOf<ONE_ROW, (BLOCKS > 1 && (!PACKED || HD > OWN_DIMENSIONS))>;
   Cta c(a);
   const int warp = c.warp();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 32) {
     for (int i = 0; i < a.at.stages; i++) barrier_init(c.full(i), 1), barrier_init(c.empty(i), EMPTY_ARRIVALS);
     for (int buffer = 0; buffer < 2; buffer++) {
       barrier_init(c.factor_barrier(buffer), min(c.rows(), FINISHERS));
@@ -158,23 +158,23 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     barrier_init_fence();
     fence_async_shared();
   }
-  // One warp finds out where rows are while the others fetch the layers.
-  if (warp == 1) {
+  // One warp finds out where rows are, and some look up their tokens, while the others fetch the layers.
+  dependency_wait();
+  constexpr int STREAM = WARPS + FINISHERS;  // the first warp that streams
+  if (warp == 0) {
     plan_items<HD, ELEMENT>(c);
-  } else {
+  } else if (warp < WARPS) {
     const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
-    for (int i = threadIdx.x - (warp > 1 ? 32 : 0); i < words; i += THREADS - 32)
+    for (int i = threadIdx.x - 32; i < words; i += (WARPS - 1) * 32)
       c.template at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
   }
-  if (threadIdx.x == 64) c.counted() = *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
-  __syncthreads();
+  if (threadIdx.x == THREADS - 1) c.counted() = c.counted_before();
+  if (warp > 0 && warp < STREAM) Finisher<LIMBS, GROUPS, BLOCKS, Cta>(c).begin(STREAM - 1 - warp, STREAM - 1);
   if (warp < WARPS && c.lane() < PRODUCTS) Multiplier<LIMBS, SCALE, BLOCKS, Cta>::make_share(c, c.lane());
-  // For what kernels before wrote: the residual stream and the caches. Where rows are was known before them.
-  dependency_wait();
-  if (warp >= WARPS && warp < WARPS + FINISHERS)
-    Finisher<LIMBS, GROUPS, BLOCKS, Cta>(c).begin();  // on its way meanwhile
   __syncthreads();
+  // Nothing is sent to the cluster's CTAs until all have their barriers. Meanwhile weights come.
   cluster_arrive();
+  if (warp >= STREAM) Stream<HD, ELEMENT, GROUPS, Cta>(c, warp - STREAM).run();
   cluster_wait();
 
   const uint32_t phases = static_cast<uint32_t>(s.layer_count) * PRODUCTS;
@@ -194,20 +194,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     // Once anything of gate | up is there, the last layer's output projection has been multiplied everywhere.
     received(c.a.gated, c.tag(static_cast<int>(s.layer_count) - 1), c.patience());
     for (int i = 0; i < c.plan().item_count; i++) Joiner<Cta>{c}.clear(c.plan().items[i]);
-  } else {
-    if (warp < WARPS + FINISHERS) {
-      Finisher<LIMBS, GROUPS, BLOCKS, Cta> finisher(c);
+  } else if (warp < STREAM) {
+    Finisher<LIMBS, GROUPS, BLOCKS, Cta> finisher(c);
 #pragma unroll 1
-      for (uint32_t phase = 0; phase < phases; phase++) {
-        finisher.run(phase);
-        if (phase % PRODUCTS == QKV) finisher.attend(phase / PRODUCTS);
-      }
-      finisher.end();
-    } else {
-      Stream<HD, ELEMENT, GROUPS, Cta>(c, warp - WARPS - FINISHERS).run();
+    for (uint32_t phase = 0; phase < phases; phase++) {
+      finisher.run(phase);
+      if (phase % PRODUCTS == QKV) finisher.attend(phase / PRODUCTS);
     }
-    __syncwarp();
+    finisher.end();
   }
+  __syncwarp();
   // A CTA's shared memory is there until the others have written to it.
   __syncthreads();
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = c.counted() + static_cast<uint32_t>(s.layer_count) + 1;
@@ -302,7 +298,8 @@ int check_sizes(const trirun_cuda_step& s) {
 }
 
 int check_pointers(const trirun_cuda_step& s) {
-  for (const void* p : {static_cast<const void*>(s.layers), static_cast<const void*>(s.residual),
+  const void* embedding = s.embedding != nullptr ? s.embedding : s.packed;
+  for (const void* p : {static_cast<const void*>(s.layers), embedding, static_cast<const void*>(s.tokens),
                         static_cast<const void*>(s.y), static_cast<const void*>(s.final_norm),
                         static_cast<const void*>(s.slots), static_cast<const void*>(s.positions),
                         static_cast<const void*>(s.block_tables), static_cast<const void*>(s.plan)})
@@ -525,6 +522,7 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   StepArgs args{};
   static_cast<Layout&>(args) = layout_of(*s), args.s = *s;
   if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
+  if (s->embedding == nullptr) args.packed = *s->packed;
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);
   args.x_attention = words + messages.x_attention, args.x_attention_headers = words + messages.x_attention_headers;

@@ -60,16 +60,16 @@ class StepStruct(ctypes.Structure):
     """``trirun_cuda_step`` of csrc/trirun.h."""
 
     _fields_ = (
-        *((name, _P) for name in ("layers", "residual", "y", "final_norm", "slots", "positions", "block_tables")),
+        *((name, _P) for name in ("layers", "embedding")),
+        ("packed", ctypes.POINTER(Int2Struct)),
+        *((name, _P) for name in ("y", "final_norm", "tokens", "slots", "positions", "latest", "block_tables")),
         *((name, _P) for name in ("cosines", "sines", "plan", "messages")),
         ("message_bytes", ctypes.c_size_t),
-        *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks")),
+        *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks", "vocab")),
         *((name, _I) for name in ("head_dim", "rotary_half", "interleaved", "activation", "dtype", "act_bits")),
         *((name, _I) for name in ("group_size", "real_zeros", "ctas", "cluster", "in_flight")),
-        ("int8_cache", _I),
-        ("eps", _F),
-        ("scale", _F),
-        ("attention_sub_norm", _I),
+        *((name, _I) for name in ("int8_cache", "attention_sub_norm")),
+        *((name, _F) for name in ("eps", "scale", "embedding_scale")),
     )
 
 
@@ -152,6 +152,8 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
         act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
         ctas=sms // cluster * cluster, cluster=cluster, in_flight=CHUNKS_IN_FLIGHT[0], int8_cache=int8_cache,
         attention_sub_norm=model.layers[0].norms.get("attention_sub_norm") is not None, eps=h.eps, scale=h.scale,
+        vocab=model.embedding.n if isinstance(model.embedding, PackedWeight) else model.embedding.shape[0],
+        embedding_scale=shape.embedding_scale,
     )  # fmt: skip
     # Clusters lie within parts of a GPU that have different numbers of multiprocessors: not all need fit.
     struct.ctas = library().trirun_cuda_step_ctas(ctypes.byref(struct)) or struct.ctas
@@ -198,11 +200,14 @@ class CudaStep:
 
     Args:
         model: one that :func:`refusal` has nothing against. heads, caches: of every layer.
+        latest: int32 [slots], the token that each of them sampled last.
         rows: of :func:`rows_taken`.
         sms: multiprocessors of the device.
     """
 
-    def __init__(self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], rows: int, sms: int) -> None:
+    def __init__(
+        self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], latest: Tensor, rows: int, sms: int
+    ) -> None:
         device, h, shape = model.device, heads[0], model.shape
         self._struct = _sizes(model, h, rows, sms, int8_cache=caches[0].scales is not None)
         clusters, ffn = self._struct.ctas // self._struct.cluster, self._struct.ffn
@@ -219,29 +224,32 @@ class CudaStep:
         self._messages = torch.zeros(_message_bytes(self._struct), dtype=torch.uint8, device=device)
         pointers = {
             "layers": self._layers, "final_norm": model.final_norm, "block_tables": caches[0].block_tables,
-            "cosines": h.cosines, "sines": h.sines, "plan": self._plan, "messages": self._messages,
+            "cosines": h.cosines, "sines": h.sines, "plan": self._plan, "messages": self._messages, "latest": latest,
         }  # fmt: skip
+        if isinstance(model.embedding, PackedWeight):
+            self._struct.packed = ctypes.pointer(Int2Struct.of(model.embedding))
+        else:
+            pointers["embedding"] = model.embedding
         for name, tensor in pointers.items():
             setattr(self._struct, name, None if tensor is None else tensor.data_ptr())
         self._struct.message_bytes = self._messages.numel()
         self._struct.ld_blocks = caches[0].block_tables.stride(0)
 
-    def __call__(self, residual: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """From the residual stream behind the embedding to the input of the head, appending to the caches.
+    def __call__(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """From tokens to the input of the head, appending to the caches.
 
         Args:
-            residual: float32 [rows, hidden].
-            slots, positions: int32 [rows]; rows of one slot are neighbours at positions that follow each other. Of a
-                negative slot nothing is appended.
+            tokens, slots, positions: int32 [rows]; a negative token is the one that its slot sampled last. Rows of one
+                slot are neighbours at positions that follow each other. Of a negative slot nothing is appended.
 
         Returns:
             [rows, hidden] of the model's dtype.
         """
-        y = torch.empty(residual.shape[0], self._hidden, dtype=self._dtype, device=self._device)
-        self._struct.residual, self._struct.y = residual.data_ptr(), y.data_ptr()
+        y = torch.empty(tokens.shape[0], self._hidden, dtype=self._dtype, device=self._device)
+        self._struct.y, self._struct.tokens = y.data_ptr(), tokens.data_ptr()
         self._struct.slots, self._struct.positions = slots.data_ptr(), positions.data_ptr()
         code = library().trirun_cuda_decoder_step(ctypes.byref(self._struct), torch.cuda.current_stream().cuda_stream)
-        check_cuda(code, f"decoder step: {list(residual.shape)}")
+        check_cuda(code, f"decoder step: {list(y.shape)}")
         return y
 
     @property
