@@ -145,7 +145,7 @@ struct Sequence {
       const uint32_t cta = base + lane_anew(), begin = begin_of(min(cta, ctas - 1));
       if (cta < ctas) plan.begins[cta] = begin;
     }
-    plan.begins[ctas] = all;
+    if (lane_anew() == 0) plan.begins[ctas] = all;
     __syncwarp();
 #pragma unroll 1
     for (uint32_t base = 0; base < pairs; base += 32) {
@@ -195,6 +195,10 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     return item;
   };
   int count = 0;
+  const auto add = [&](const Item& item) {
+    if (lane == 0) plan.items[count] = item;
+    count++;
+  };
   const int longest = Cta::ONE_ROW ? length : __reduce_max_sync(~0u, length), words = c.a.group * HD / 4;
   const Rounds in_rounds = rounds_of(c, all, longest, words);
   if constexpr (!Cta::ONE_ROW) {
@@ -210,10 +214,10 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
         Item item = item_of(pair.row, pair.kv_head, min(static_cast<int>(from - pair.begin), of_pair),
                             min(static_cast<int>(to - pair.begin), of_pair), to == pair.end);
         item.split = static_cast<int>(blockIdx.x) - sequence.cta_of(plan, pair.begin), item.splits = OF_READERS;
-        plan.items[count++] = item;
+        add(item);
       }
       if (lane < rows) plan.rows[lane] = {OF_READERS, 1, 1};
-      plan.item_count = count, plan.members_log = 0;
+      if (lane == 0) plan.item_count = count, plan.members_log = 0;
       return;
     }
   }
@@ -227,10 +231,11 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   for (int row = 0; row < rows; row++) {
     const int splits = max(1, min(in_rounds.splits, ceil_div(of_row(length, row), of_split))), givers = splits << log;
     const int given = splits == 1 ? words >> log : share_of(givers);
-    plan.rows[row] = {splits, givers, min(JOINERS, ceil_div(given, 32))};
+    if (lane == 0) plan.rows[row] = {splits, givers, min(JOINERS, ceil_div(given, 32))};
     if constexpr (!Cta::ONE_ROW)
       for (int kv_head = lane; kv_head < kv_heads; kv_head += 32) plan.splits[row * kv_heads + kv_head] = splits;
   }
+  __syncwarp();
   // CTAs beyond the last whole group of splits have nothing to do.
   for (int at = group / in_rounds.splits; group / in_rounds.splits < stride && at < all; at += stride) {
     const int row = at / kv_heads, member = static_cast<int>(blockIdx.x) & ((1 << log) - 1);
@@ -242,9 +247,9 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.split = split, item.splits = parts.splits, item.member = member, item.giver = giver;
     item.first_word = min(share_of(parts.givers) * giver, words);
     item.last_word = min(item.first_word + share_of(parts.givers), words);
-    if (item.split < item.splits) plan.items[count++] = item;
+    if (item.split < item.splits) add(item);
   }
-  plan.item_count = count, plan.members_log = log;
+  if (lane == 0) plan.item_count = count, plan.members_log = log;
 }
 
 }  // namespace trirun::step
