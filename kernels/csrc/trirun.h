@@ -636,7 +636,7 @@ typedef struct {
 } trirun_cuda_step_layer;
 
 /* One decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from tokens to the input of the head. Rows of a slot
- * follow each other; a negative one keeps none. */
+ * follow each other; a negative one keeps none. one_text: all are of one, but for some at the end that are of none. */
 typedef struct {
   const trirun_cuda_step_layer* layers; /* [layer_count], in device memory */
   const void* embedding; /* [vocab][hidden] of dtype; NULL: packed, which is in host memory */
@@ -651,8 +651,8 @@ typedef struct {
   void* messages; /* 256-byte aligned, of this structure's sizes alone, zero before the first step. The second 32-bit
                      word is not 0 once CTAs have waited for each other in vain. */
   size_t message_bytes; /* at least trirun_cuda_step_messages */
-  int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks, vocab; /* m * kv_heads is at most 128 */
-  int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits;
+  int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks, vocab; /* m * kv_heads to 128, of one_text 256 */
+  int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits, one_text;
   int32_t group_size, real_zeros; /* of all weights: real_zeros 1 where they have a zero point per group */
   int32_t ctas, cluster; /* at most one for each multiprocessor, in clusters of 2, 4 or 8, no more than k tiles */
   int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */

@@ -95,7 +95,7 @@ def test_a_step_that_gave_up_ends_with_the_reason():
     params = SamplingParams(max_tokens=5, ignore_stop_ids=True)
     assert len(generate(engine, [[1, 2, 3]], params)[0]) == 5
     with torch.inference_mode():
-        decoder._steps[1]._messages[4:8] = 1
+        decoder._steps[1, False]._messages[4:8] = 1
     with pytest.raises(TrirunError, match="another program held"):
         generate(engine, [[1, 2, 3]], params)
 

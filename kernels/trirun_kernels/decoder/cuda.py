@@ -24,7 +24,7 @@ from .cuda_experts import Mixed
 from .cuda_prompts import Inputs, OfWindows, Prompts, Segment, prompt_attention, prompts_of
 from .cuda_weights import Activations, CudaInputs, CudaModel, rows_in_limbs
 from .shape import MOST_INT8_HEAD_DIM, Attention, mixer_runs
-from .step.cuda import ROWS, CudaStep, rows_taken
+from .step.cuda import ROWS, CudaStep, reads_keys_together, rows_taken
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
@@ -98,7 +98,8 @@ class CudaDecoder:
         self.step_rows, self.step_refusal = rows_taken(*asked, context=self.context, int8_cache=int8)
         # Pieces of prompts are not captured: a chain of kernels costs more there than it gains behind long texts.
         self._piece_rows, _ = rows_taken(*asked, context=0, int8_cache=int8)
-        self._steps: dict[int, CudaStep] = {}
+        self._text_rows, _ = rows_taken(*asked, context=0, int8_cache=int8, one_text=True)
+        self._steps: dict[tuple[int, bool], CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:
         shape, norms = self.model.shape, self.model.layers[index].norms
@@ -147,10 +148,12 @@ class CudaDecoder:
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
         # Steps of one token each come padded, as they were captured; pieces of prompts do not.
-        taken = self._piece_rows if segments else self.step_rows
+        heads, alone = [*self._heads.values()], decode == 0 and len(segments) == 1
+        one_text = alone and reads_keys_together(heads, m, segments[0].position)
+        taken = self._text_rows if one_text else self._piece_rows if segments else self.step_rows
         rows = min((rows for rows in taken if rows >= m), default=m) if segments else m
         if rows in taken and not splits:
-            y = self._one_kernel(inputs.padded(rows))
+            y = self._one_kernel(inputs.padded(rows), heads, one_text and rows > 1)
             return y[:m] if wanted is None else y[wanted]
         prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)
@@ -228,12 +231,12 @@ class CudaDecoder:
         logits, cap = self.model.head(y)[:, : shape.vocab], shape.logit_softcap
         return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _one_kernel(self, inputs: Inputs) -> Tensor:
-        model, m = self.model, inputs.tokens.shape[0]
-        if m not in self._steps:
+    def _one_kernel(self, inputs: Inputs, heads: Sequence[ops.Heads], one_text: bool) -> Tensor:
+        of = inputs.tokens.shape[0], one_text
+        if of not in self._steps:
             caches = [self.caches.attention[index] for index in self._heads]
-            self._steps[m] = CudaStep(model, list(self._heads.values()), caches, self.latest, m, self._device.sms)
-        return self._steps[m](inputs.tokens, inputs.slots, inputs.positions)
+            self._steps[of] = CudaStep(self.model, heads, caches, self.latest, of[0], self._device.sms, one_text)
+        return self._steps[of](inputs.tokens, inputs.slots, inputs.positions)
 
     def _norm(self, index: int, part: str) -> dict[str, Any]:
         """The norm before a part of a layer."""

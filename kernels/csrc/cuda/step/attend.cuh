@@ -147,7 +147,8 @@ struct Attention {
   // bytes to its second chunk; queries: of the warp's first head; heads: of the warp; count: positions that the span
   // has. first, second: of CODES the scales (of key, of value) of this lane's two keys. fresh: there were none before.
   __device__ __forceinline__ void add(uint32_t keys, uint32_t values, uint32_t next, int tile, uint32_t queries,
-                                      int heads, int count, float2 first, float2 second, bool fresh) {
+                                      int heads, int count, const Item& span, bool stored, float2 first, float2 second,
+                                      bool fresh) {
     const int lane = lane_anew(), g = lane / 4, q = lane % 4;
     float c[4];
     // Positions that are not there are read as the last one that is, since memory may hold anything.
@@ -164,10 +165,15 @@ struct Attention {
       score_codes(c, key0 + q * 16, key1 + q * 16, query + q * 16, queries, heads);
     else
       score(c, key0 + q * (ROW / 4), key1 + q * (ROW / 4), query + q * (HD / 2));
-    const bool there0 = position0 < count, there1 = position1 < count;
     float kept[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      int seen = count;
+      if (!Cta::ONE_ROW && !stored) {
+        const int row = min(head_of(lane) + h, heads - 1) >> span.row_columns_log;
+        seen = newest_positions(POSITIONS, span.fresh - (span.last_row - row));
+      }
+      const bool there0 = position0 < seen, there1 = position1 < seen;
       if constexpr (CODES) c[h] *= first.x, c[2 + h] *= second.x;
       float most = fmaxf(highest[h], fmaxf(there0 ? c[h] : NOTHING, there1 ? c[2 + h] : NOTHING));
       most = highest_of_lanes(most);
@@ -273,23 +279,29 @@ struct Attention {
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
                                                     bool last, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
-    const int lane = c.lane(), kv_head = span.kv_head, group = c.a.group, fresh = fresh_of(span);
+    const int lane = c.lane(), kv_head = span.kv_head, columns = c.a.columns, fresh = fresh_of(span);
     const int words = static_cast<int>(s.heads + 2 * s.kv_heads) * (HD / 4);
 #pragma unroll 1
-    for (int i = c.warp(); i < group + (last ? 2 * fresh : 0); i += WARPS) {
+    for (int i = c.warp(); i < columns + (last ? 2 * fresh : 0); i += WARPS) {
       // Queries, then keys, then values.
-      const int part = i < group ? 0 : i < group + fresh ? 1 : 2;
+      const int part = i < columns ? 0 : i < columns + fresh ? 1 : 2;
       const bool query = part == 0, turned = part < 2;
-      const int back = query ? 0 : fresh - 1 - (i - group - (turned ? 0 : fresh)), row = span.row - back;
-      const int64_t angles = static_cast<int64_t>(span.position - back) * s.rotary_half;
+      // Looked up in the item: from arguments they would be kept for all layers, in local memory.
+      const int of_query = Cta::ONE_ROW ? 0 : i >> span.row_columns_log;
+      const int to_last = Cta::ONE_ROW ? 0 : span.last_row - of_query;
+      const int back = query ? to_last : fresh - 1 - (i - columns - (turned ? 0 : fresh)), row = span.row - back;
+      const int position = span.position - (Cta::ONE_ROW ? back : max(back, span.padding));
+      const int64_t angles = static_cast<int64_t>(position) * s.rotary_half;
       float* to = c.floats(c.a.at.heads) + c.warp() * HD;
       const float* norm = query ? layer.q_norm : layer.k_norm;
       decoder::HeadConstants<HD / 32> constants;
       constants.load(s.cosines + angles, s.sines + angles, norm, s.rotary_half, HD, s.interleaved != 0, lane);
-      const int head = query ? kv_head * group + i
+      const int head = query ? (kv_head - of_query) * c.a.group + i
                              : static_cast<int>(s.heads) + (turned ? 0 : static_cast<int>(s.kv_heads)) + kv_head;
       // Where a key or a value goes: known before it comes.
-      const int64_t token = cache_offset(span.page, static_cast<int>(s.kv_heads), kv_head, span.position, 1);
+      const int last_page = (span.position - span.padding) / decoder::PAGE;
+      const int page = Cta::ONE_ROW || position / decoder::PAGE == last_page ? span.page : span.first_page;
+      const int64_t token = cache_offset(page, static_cast<int>(s.kv_heads), kv_head, position, 1);
       void* in_cache = static_cast<uint8_t*>(turned ? layer.keys : layer.values) + token * ROW;
       forget(in_cache);
       // Lanes beyond a head have what others have.
@@ -376,7 +388,7 @@ struct Attention {
     const bool there = lane < HD / 4;
     const int at_newest = newest_positions(POSITIONS, fresh_of(span) - back) - 1;
     const uint32_t own = part == 0 ? newest(c) + at_newest * ROW : newest_values(c) + value_offset(at_newest);
-    const bool stored = span.slot >= 0 && back == 0;
+    const bool stored = span.slot >= 0 && (Cta::ONE_ROW || (back >= span.padding && back <= span.last_row));
     if constexpr (CODES) {
       uint32_t code[WORDS];
       const __half scale = decoder::quantize_head(code, v, largest);
@@ -410,13 +422,13 @@ struct Attention {
     // Neighbouring warps take other dimensions of values, or other query heads. These are computed where they are
     // wanted: there are few registers.
     constexpr int OWN_LOG = owners_log_of(HD);
-    const int group = c.a.group, sides_log = PACKED ? OWN_LOG : sides_log_of(group, HD);
+    const int columns = c.a.columns, sides_log = PACKED ? OWN_LOG : sides_log_of(columns, HD);
     const uint32_t workers = workers_of(c.a, sides_log);
     const auto worker = [&] { return static_cast<uint32_t>(c.warp()) >> sides_log; };
     const auto first_head = [&] {
-      return PACKED ? 0 : (c.warp() >> OWN_LOG & ((1 << groups_log_of(group)) - 1)) * HEADS;
+      return PACKED ? 0 : (c.warp() >> OWN_LOG & ((1 << groups_log_of(columns)) - 1)) * HEADS;
     };
-    const auto heads = [&] { return min(group - first_head(), HEADS); };
+    const auto heads = [&] { return min(columns - first_head(), HEADS); };
     const auto own_values = [&] { return (c.warp() & OWN_LOG) * OWN; };
     const Item& span = c.item();
     const bool last = span.newest;
@@ -481,7 +493,8 @@ struct Attention {
         values += own_values() * BYTES;
         const uint32_t next = CHUNKS == 2 ? (next_chunk.stage - at.stage) * STAGE_BYTES : 0;
         attention.add(keys, values, next, stored ? static_cast<int>(tile % TILES) : 0,
-                      c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, own, other, fresh);
+                      c.shared + c.a.at.queries + first_head() * QUERY_BYTES, heads(), count, span, stored, own, other,
+                      fresh);
         if (tile + workers >= static_cast<uint32_t>(span.tiles)) break;
         // The arrival must not overtake the loads: it depends on what was made of the last ones.
         uint32_t loaded = 0;
@@ -493,7 +506,7 @@ struct Attention {
         tile += workers;
       }
       c.begin_phase();
-      const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
+      const int of_warp = min(columns, HEADS) * part_floats(HD) * 4;
       attention.add_weights();
       attention.leave(c.shared + c.a.at.attention + (c.warp() >> OWN_LOG) * of_warp, own_values() / 4, heads());
       if (!c.joins()) have_left();

@@ -64,6 +64,10 @@ struct CtaOf {
   __device__ __forceinline__ int rank() const { return static_cast<int>(blockIdx.x) & (cluster() - 1); }
   __device__ __forceinline__ int rows_log() const { return ONE ? 0 : a.tokens_log; }
   __device__ __forceinline__ int rows() const { return 1 << rows_log(); }
+  __device__ __forceinline__ int item_rows_log() const { return ONE ? 0 : a.item_rows_log; }
+  __device__ __forceinline__ int item_rows() const { return 1 << item_rows_log(); }
+  // From an item's first row, that of a word.
+  __device__ __forceinline__ int row_of_word(int word) const { return ONE ? 0 : word >> a.row_words_log; }
 
   __device__ __forceinline__ uint32_t full(uint32_t stage) const { return shared + a.at.barriers + stage * 8; }
   __device__ __forceinline__ uint32_t empty(uint32_t stage) const {

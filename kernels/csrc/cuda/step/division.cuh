@@ -65,11 +65,12 @@ __device__ __forceinline__ Rounds rounds_of(const Cta& c, int items, int longest
   const int ctas = static_cast<int>(gridDim.x), splits = lane_anew() + 1;
   const bool by_readers = splits <= SPLITS_AT_ONCE && !sends_attended_headers(c.a.s);
   const int joining = splits == 1 || by_readers ? 0 : ceil_div(splits, SPLITS_AT_ONCE) * JOINING;
+  const bool joinable = joining == 0 || c.item_rows_log() == 0;  // else by readers alone
   uint32_t least = ~0u;
 #pragma unroll 1
   for (int log = 0; log <= c.cluster_log() && may_be_together(words, log); log++) {
     const int groups = ctas >> log, rounds = ceil_div(items, max(groups / splits, 1)), parts = splits << log;
-    const bool fits = splits <= groups && rounds <= (log == 0 ? MAX_ITEMS : 1) && parts <= MAX_SPLITS;
+    const bool fits = splits <= groups && rounds <= (log == 0 ? MAX_ITEMS : 1) && parts <= MAX_SPLITS && joinable;
     const uint32_t keys = max(static_cast<uint32_t>(ceil_div(longest, parts)), FEWEST_KEYS);
     const uint32_t of_item = OF_ITEM + keys + (log > 0 ? TOGETHER : 0) + joining;
     least = min(least, (fits ? rounds * of_item : TOO_MUCH) * (MAX_SPLITS * TRIED) + (splits - 1) * TRIED + log);
@@ -138,8 +139,8 @@ struct Sequence {
     return fits ? OF_ITEM + part * SPAN + (pieces - 1) * OF_PIECE : TOO_MUCH;
   }
 
-  // Says in a plan where all parts begin, and of how many CTAs every pair has one.
-  __device__ __forceinline__ void divide(AttentionPlan& plan) const {
+  // Says in a plan where all parts begin, and of how many CTAs every pair has one: of each of an item's rows.
+  __device__ __forceinline__ void divide(AttentionPlan& plan, int item_rows_log) const {
 #pragma unroll 1
     for (uint32_t base = 0; base < ctas; base += 32) {
       const uint32_t cta = base + lane_anew(), begin = begin_of(min(cta, ctas - 1));
@@ -152,7 +153,9 @@ struct Sequence {
       const uint32_t pair = min(base + lane_anew(), pairs - 1), row = pair / kv_heads;
       const uint32_t spans = __shfl_sync(~0u, of_pair, row);
       const uint32_t to = __shfl_sync(~0u, end, row) - (kv_heads - 1 - pair % kv_heads) * spans;
-      plan.splits[pair] = cta_of(plan, to - 1) - cta_of(plan, to - spans) + 1;
+      const int splits = cta_of(plan, to - 1) - cta_of(plan, to - spans) + 1;
+      for (uint32_t i = row << item_rows_log; i < (row + 1) << item_rows_log; i++)
+        plan.splits[i * kv_heads + pair % kv_heads] = splits;
     }
     __syncwarp();
   }
@@ -171,24 +174,32 @@ template <int HD, int ELEMENT, typename Cta>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int SPAN = SPAN_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
-  const int workers = workers_of(c.a, sides_log_of(c.a.group, s.head_dim)), kv_heads = static_cast<int>(s.kv_heads);
-  const int rows = static_cast<int>(s.m), all = rows * kv_heads, lane = lane_anew();
+  const int workers = workers_of(c.a, sides_log_of(c.a.columns, s.head_dim)), kv_heads = static_cast<int>(s.kv_heads);
+  const int rows_log = c.item_rows_log(), last_row = c.item_rows() - 1;
+  const int all_rows = static_cast<int>(s.m), rows = all_rows >> rows_log, all = rows * kv_heads, lane = lane_anew();
   AttentionPlan& plan = const_cast<AttentionPlan&>(c.plan());
-  // What a lane knows of its row, asked for at once, and of any row from the lane that has it.
-  const int mine = min(lane, rows - 1), slot = s.slots[mine], position = max(s.positions[mine], 0);
-  const int page = slot < 0 ? 0 : s.block_tables[slot * s.ld_blocks + position / decoder::PAGE];
+  // What a lane knows of an item's rows, asked for at once, and of any item's from the lane that has it. Here an item's
+  // rows, all of one text, count as one.
+  const int mine = min(lane, rows - 1), first_row = mine << rows_log, slot = s.slots[first_row];
+  int padding = 0;
+  for (int row = 1; row <= last_row; row++) padding += slot >= 0 && s.slots[first_row + row] < 0;
+  const int position = slot < 0 ? last_row : max(s.positions[first_row + last_row - padding], 0) + padding;
+  const auto page_of = [&](int of) { return slot < 0 ? 0 : s.block_tables[slot * s.ld_blocks + of / decoder::PAGE]; };
+  const int page = page_of(position - padding), first_page = Cta::ONE_ROW ? page : page_of(position - last_row);
   const auto of_row = [&](int value, int row) { return Cta::ONE_ROW ? value : __shfl_sync(~0u, value, row); };
-  // Its neighbours of the same sequence up to it, whose keys the cache does not have yet.
-  int fresh = 1;
+  // Rows of the same sequence up to the last one, whose keys the cache does not have yet.
+  int before = 0;
   if constexpr (!Cta::ONE_ROW)
     for (int back = 1; back < MAX_ROWS; back++)
-      fresh += of_row(slot, max(mine - back, 0)) == slot && slot >= 0 && fresh == back && mine >= back;
-  const int earliest = of_row(position, mine - fresh + 1), length = slot < 0 ? 0 : earliest;
+      before += of_row(slot, max(mine - back, 0)) == slot && slot >= 0 && before == back - 1 && mine >= back;
+  const int fresh = (before + 1) << rows_log, length = slot < 0 ? 0 : position - fresh + 1;
   // A part of the keys of a row and key head; newest: with the new ones.
   const auto item_of = [&](int row, int kv_head, int first, int last, bool newest) {
     Item item{};
-    item.row = row, item.kv_head = kv_head, item.slot = of_row(slot, row), item.position = of_row(position, row);
-    item.fresh = of_row(fresh, row), item.page = of_row(page, row);
+    item.row = (row << rows_log) + last_row, item.kv_head = kv_head, item.slot = of_row(slot, row);
+    item.position = of_row(position, row), item.padding = of_row(padding, row), item.fresh = of_row(fresh, row);
+    item.page = of_row(page, row), item.first_page = of_row(first_page, row);
+    item.last_row = last_row, item.row_columns_log = c.a.row_columns_log;
     item.first = first, item.last = last, item.newest = newest, item.positions = of_row(length, row) - first * SPAN;
     item.tiles = (last - first) * (SPAN / TILE_POSITIONS) + newest;
     item.parts = min(workers, item.tiles);
@@ -199,13 +210,13 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     if (lane == 0) plan.items[count] = item;
     count++;
   };
-  const int longest = Cta::ONE_ROW ? length : __reduce_max_sync(~0u, length), words = c.a.group * HD / 4;
+  const int longest = Cta::ONE_ROW ? length : __reduce_max_sync(~0u, length), words = c.a.columns * HD / 4;
   const Rounds in_rounds = rounds_of(c, all, longest, words);
   if constexpr (!Cta::ONE_ROW) {
     const int spans = lane < rows ? ceil_div(length, SPAN) : 0;
     const Sequence<HD, ELEMENT> sequence(rows, kv_heads, spans);
     if (sequence.cost(!sends_attended_headers(s)) < in_rounds.cost) {
-      sequence.divide(plan);
+      sequence.divide(plan, rows_log);
       const uint32_t end = plan.begins[blockIdx.x + 1];
       for (uint32_t from = plan.begins[blockIdx.x], to; from < end; from = to) {
         const auto pair = sequence.pair_of(from);
@@ -216,7 +227,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
         item.split = static_cast<int>(blockIdx.x) - sequence.cta_of(plan, pair.begin), item.splits = OF_READERS;
         add(item);
       }
-      if (lane < rows) plan.rows[lane] = {OF_READERS, 1, 1};
+      if (lane < all_rows) plan.rows[lane] = {OF_READERS, 1, 1};
       if (lane == 0) plan.item_count = count, plan.members_log = 0;
       return;
     }
@@ -228,8 +239,9 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   const auto share_of = [&](int givers) {
     return ceil_div(words, givers * SPLITS_AT_ONCE) * SPLITS_AT_ONCE;  // as they are joined
   };
-  for (int row = 0; row < rows; row++) {
-    const int splits = max(1, min(in_rounds.splits, ceil_div(of_row(length, row), of_split))), givers = splits << log;
+  for (int row = 0; row < all_rows; row++) {
+    const int keys = of_row(length, row >> rows_log);
+    const int splits = max(1, min(in_rounds.splits, ceil_div(keys, of_split))), givers = splits << log;
     const int given = splits == 1 ? words >> log : share_of(givers);
     if (lane == 0) plan.rows[row] = {splits, givers, min(JOINERS, ceil_div(given, 32))};
     if constexpr (!Cta::ONE_ROW)
@@ -240,7 +252,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   for (int at = group / in_rounds.splits; group / in_rounds.splits < stride && at < all; at += stride) {
     const int row = at / kv_heads, member = static_cast<int>(blockIdx.x) & ((1 << log) - 1);
     const int giver = (split << log) + member, spans = ceil_div(of_row(length, row), SPAN);
-    const RowSplits parts = plan.rows[row];
+    const RowSplits parts = plan.rows[row << rows_log];
     const int part = min(giver, parts.givers);
     Item item = item_of(row, at % kv_heads, spans * part / parts.givers,
                         spans * min(part + 1, parts.givers) / parts.givers, giver == parts.givers - 1);

@@ -112,35 +112,38 @@ struct Joiner {
     const bool headers = sends_attended_headers(c.a.s);
     const int members_log = c.plan().members_log;
     const int splits = span.splits, lane = c.lane(), parity = c.item_parity(index, c.in_hand().item);
-    const Parts of_row{c, span.row, span.kv_head};
-    const int words = of_row.words();
+    const int first_row = span.row - (c.item_rows() - 1), kv_heads = static_cast<int>(c.a.s.kv_heads);
+    const Parts of_row{c, first_row, span.kv_head};
+    const int row_words = of_row.words(), words = c.a.columns << c.a.head_words_log;
     float4* split_words = of_row.of_split(span.split);
     float squares = 0.f;
     uint32_t largest = 0;
     const auto give = [&](int word, const Part& part) {
       const float4 v = part.attended();
       float4 sent = v;
-      const uint32_t at = span.kv_head * words + word;
+      const int row = c.row_of_word(word);
+      const uint32_t at = span.kv_head * row_words + word - row * row_words;
       if (layer.attention_sub_norm != nullptr) {
         const float* norm = layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2;
         const float2 low = load_constant2(norm), high = load_constant2(norm + 8);
         sent = make_float4(v.x * low.x, v.y * low.y, v.z * high.x, v.w * high.y);
       }
-      send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, reordered(sent), tag);
+      send(c.a.attended + kv_heads * row_words * (first_row + row) + at, reordered(sent), tag);
       squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       largest = max(largest, magnitude_bits(sent));
     };
     // The output of all keys, or a part for whoever joins the splits.
     const auto hand = [&](int word, const Part& part) {
       if (splits == 1) return give(word, part);
-      send(split_words + word, part.values, tag);
-      const int head = word >> c.a.head_words_log;
-      if (word == head << c.a.head_words_log)
-        send(split_words + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
+      const int row = c.row_of_word(word), of_row = word - row * row_words, head = of_row >> c.a.head_words_log;
+      float4* to = split_words + row * kv_heads * MAX_SPLITS * (row_words + c.a.group);
+      send(to + of_row, part.values, tag);
+      if (of_row == head << c.a.head_words_log)
+        send(to + row_words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
     };
     const int share = words >> members_log, parts_of_item = kept(span.parts, lane);
-    const int part_bytes = min(c.a.group, HEADS) * part_floats(c.a.s.head_dim) * 4;
-    const int stride = kept(part_bytes << groups_log_of(c.a.group), lane);
+    const int part_bytes = min(c.a.columns, HEADS) * part_floats(c.a.s.head_dim) * 4;
+    const int stride = kept(part_bytes << groups_log_of(c.a.columns), lane);
     const Team team{members_log,           span.member, share, c.a.head_words_log, c.shared + c.a.at.together,
                     __fdividef(1.f, share)};
     if (members_log > 0 && joiner() == 0 && lane == 0) barrier_expect(c.together_barrier(), team.bytes());
@@ -187,10 +190,12 @@ struct Joiner {
   // parts and headers lie elsewhere, and a later one could find the tag that it looks for on what was left here.
   __device__ __forceinline__ void clear(const Item& span) const {
     constexpr Relaxed16 NONE{0, 0};
-    const Parts of_row{c, span.row, span.kv_head};
     if (span.splits > 1)
-      for (int i = c.warp() * 32 + c.lane(); i < of_row.words() + c.a.group; i += WARPS * 32)
-        store_relaxed16(of_row.of_split(span.split) + i, NONE);
+      for (int back = 0; back < c.item_rows(); back++) {
+        const Parts of_row{c, span.row - back, span.kv_head};
+        for (int i = c.warp() * 32 + c.lane(); i < of_row.words() + c.a.group; i += WARPS * 32)
+          store_relaxed16(of_row.of_split(span.split) + i, NONE);
+      }
     const RowSplits of_header = c.plan().rows[span.row];
     if (sends_attended_headers(c.a.s) && joiner() >= 0 && joiner() < of_header.giving_warps && c.lane() == 0)
       store_relaxed16(header(span), NONE);

@@ -42,7 +42,7 @@ static_assert(PASSED_BYTES + WARPS * 12 <= PASSED_ROOM && PASSED_ROOM % 128 == 0
 constexpr int MAX_LOCAL = 4;  // units of a product that one CTA finishes
 constexpr int MAX_CLUSTER_LOG = 3, MAX_CLUSTER = 1 << MAX_CLUSTER_LOG;  // CTAs
 constexpr int MAX_CLUSTERS = 72, MAX_CTAS = 144;  // of a launch
-constexpr int MAX_PAIRS = 128;  // rows times key heads
+constexpr int MAX_PAIRS = 128, MAX_ROW_PAIRS = 256;  // of an item's rows, and of a row, times key heads
 
 // The products of a layer, in their order. Neighbours use buffers of their own: that of `product % 2`.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };
@@ -70,15 +70,18 @@ struct alignas(16) Share {
   uint32_t slots, barrier;  // of its first n tile's sums: shared addresses of the CTA that finishes them
 };
 
-// A row and key head that this CTA attends to, and its part of the keys: the same in all layers.
+// A key head that this CTA attends to for a row, or for some neighbours of one text, and its part of the keys: the same
+// in all layers.
 struct Item {
-  int row, kv_head, slot, position;
-  int fresh;  // rows of this sequence up to this one: their keys and values are not in the cache yet
+  int row, kv_head, slot, position;  // the last row's
+  int padding;  // rows at its end that are of no slot; their positions are counted on
+  int fresh;  // rows of this sequence up to the last one: their keys and values are not in the cache yet
   int split, splits, member;  // of the keys, and of the CTAs that share a split
   int first, last;  // spans (division.cuh) from first to last
   int positions;  // of the cache, from the first span on
   bool newest;  // whether it has the new keys, too
-  int page;  // that of the position
+  int page, first_page;  // those of the last row with a slot and of the first one
+  int last_row, row_columns_log;  // the last row, counted from the first one; of its columns, as in StepArgs
   int tiles;  // of a warp each at a time: of the cache, and one of the new keys
   int parts;  // warps that have a part of the keys
   int giver, first_word, last_word;  // of the key head's output, which this CTA makes of all splits' parts
@@ -99,7 +102,7 @@ struct AttentionPlan {
   RowSplits rows[MAX_ROWS];
   int item_count;
   int members_log;  // CTAs of a cluster that share a split, and put together what they have of it
-  uint8_t splits[MAX_PAIRS];  // of every row and key head, where rows are several
+  uint8_t splits[MAX_ROW_PAIRS];  // of every row and key head, where rows are several
   uint32_t begins[MAX_CTAS + 1];  // where every CTA's part begins, and the end, of a sequence (division.cuh)
 };
 
@@ -180,6 +183,9 @@ struct StepArgs : Layout {
   int tokens_log;  // of rows, a power of two
   int cluster_log;
   int group;  // query heads of a key head
+  // Rows of one text that an item has, as a logarithm; query heads of all of them, its columns; and the logarithms of
+  // columns and of words that are of one of its rows (30: all).
+  int item_rows_log, columns, row_columns_log, row_words_log;
   int head_words_log;  // of four floats
   float key_heads_of_head;  // 1 / group
   uint32_t nought;  // 0, which the compiler does not know

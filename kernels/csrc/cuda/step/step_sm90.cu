@@ -211,6 +211,15 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   cluster_wait();
 }
 
+// Rows of one text that an item has: keys and values are read once for all of them. As many as a warp has columns for.
+int rows_of_item(const trirun_cuda_step& s) {
+  const int group = static_cast<int>(s.heads / s.kv_heads);
+  if (!s.one_text || sends_attended_headers(s) || group > PACKED_HEADS || (group & (group - 1))) return 1;
+  return std::min(static_cast<int>(s.m), HEADS / group);
+}
+int columns_of(const trirun_cuda_step& s) { return rows_of_item(s) * static_cast<int>(s.heads / s.kv_heads); }
+int pairs_of(const trirun_cuda_step& s) { return static_cast<int>(s.m / rows_of_item(s) * s.kv_heads); }
+
 using Kernel = void (*)(StepArgs);
 
 // Whether x has two blocks of eight columns.
@@ -226,8 +235,8 @@ Kernel of_rows(const trirun_cuda_step& s) {
 
 template <int LIMBS, int SCALE, int HD, int ELEMENT>
 Kernel of_group(const trirun_cuda_step& s) {
-  return s.heads / s.kv_heads <= PACKED_HEADS ? of_rows<LIMBS, SCALE, HD, ELEMENT, true>(s)
-                                              : of_rows<LIMBS, SCALE, HD, ELEMENT, false>(s);
+  return columns_of(s) <= PACKED_HEADS ? of_rows<LIMBS, SCALE, HD, ELEMENT, true>(s)
+                                       : of_rows<LIMBS, SCALE, HD, ELEMENT, false>(s);
 }
 
 template <int LIMBS, int SCALE, int ELEMENT>
@@ -286,10 +295,10 @@ int check_sizes(const trirun_cuda_step& s) {
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
       (s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster || s.ctas % s.cluster ||
-      s.ctas / s.cluster > MAX_CLUSTERS || s.ctas > MAX_CTAS ||
-      s.m * s.kv_heads > std::min(s.ctas * MAX_ITEMS, MAX_PAIRS) || s.in_flight < STREAMS || s.in_flight % STREAMS ||
-      s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) || s.ffn > (1 << 20) ||
-      local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL || local_of(s, GATE_UP) > MAX_LOCAL ||
+      s.ctas / s.cluster > MAX_CLUSTERS || s.ctas > MAX_CTAS || pairs_of(s) > std::min(s.ctas * MAX_ITEMS, MAX_PAIRS) ||
+      s.m * s.kv_heads > MAX_ROW_PAIRS || s.in_flight < STREAMS || s.in_flight % STREAMS || s.rotary_half < 0 ||
+      2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) || s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL ||
+      local_of(s, O) > MAX_LOCAL || local_of(s, GATE_UP) > MAX_LOCAL ||
       s.cluster > std::min({k_tiles_of(s, QKV), k_tiles_of(s, O), k_tiles_of(s, DOWN)}))
     return TRIRUN_BAD_SHAPE;
   if (!decoder::half_dtype(s.dtype) || (s.act_bits != TRIRUN_ACT8 && s.act_bits != TRIRUN_ACT16))
@@ -359,9 +368,7 @@ ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chu
 int element_bytes(const trirun_cuda_step& s) { return s.int8_cache ? 1 : 2; }
 
 // Bytes of one attending warp's part.
-int part_bytes(const trirun_cuda_step& s) {
-  return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * part_floats(s.head_dim) * 4;
-}
+int part_bytes(const trirun_cuda_step& s) { return std::min(columns_of(s), HEADS) * part_floats(s.head_dim) * 4; }
 
 // Where everything lies, with so many bytes for sums of q | k | v and gate | up, for those of o and down, and so many
 // parts of attention.
@@ -379,19 +386,19 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int other_slots, int attend
   at.slots = at.attention = take(at.slot_buffer + rounded(other_slots));
   at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
   // Heads that a warp each takes at once: queries, new keys and values.
-  const int group = static_cast<int>(s.heads / s.kv_heads);
-  at.heads = take(std::max(second * K_TILE * rows * limbs, std::min(group + 2 * rows, WARPS) * s.head_dim * 4));
+  const int columns = columns_of(s);
+  at.heads = take(std::max(second * K_TILE * rows * limbs, std::min(columns + 2 * rows, WARPS) * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
   if (of_two_blocks(s)) take(PASSED_ROOM);
   at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
   at.parked = take(WARPS * sizeof(Parked));
-  at.queries = take(group * (4 * s.head_dim + 48));
+  at.queries = take(columns * (4 * s.head_dim + 48));
   const int bytes = element_bytes(s), newest = newest_positions(positions_of_chunk(s.head_dim, bytes), rows);
   at.newest = take(newest * (2 * s.head_dim * bytes + (s.int8_cache ? 8 : 0)) + NEWEST_PADDING);
-  const int head_words = s.head_dim / 4, words = group * head_words;
+  const int head_words = s.head_dim / 4, words = columns * head_words;
   int together = 0;
-  for (int log = 1; may_be_together(words, log) && 1 << log <= s.cluster && s.m * s.kv_heads <= s.ctas >> log; log++)
+  for (int log = 1; may_be_together(words, log) && 1 << log <= s.cluster && pairs_of(s) <= s.ctas >> log; log++)
     together = std::max(together, shared_stride(words >> log, head_words) << log);
   at.together = take(together * 16);
   at.plan = take(sizeof(AttentionPlan));
@@ -423,7 +430,7 @@ int chunks_of_layer(const trirun_cuda_step& s) {
 // Room for sums, for parts of attention and for the ring, weighed against each other, in cycles of a layer.
 Layout weighed(const trirun_cuda_step& s) {
   const int positions = positions_of_chunk(s.head_dim, element_bytes(s));
-  const int sides_log = sides_log_of(static_cast<int>(s.heads / s.kv_heads), s.head_dim);
+  const int sides_log = sides_log_of(columns_of(s), s.head_dim);
   // What a layer has beyond two rings is waited for: a chunk more makes a step of Qwen3-8B a hundredth shorter.
   constexpr int OF_CHUNK = 150;
   const int of_layer = chunks_of_layer(s);
@@ -453,12 +460,12 @@ Layout weighed(const trirun_cuda_step& s) {
 // The same, of each number of rows for the sizes that were asked for last: to weigh takes a millisecond.
 const Layout& layout_of(const trirun_cuda_step& s) {
   struct Known {
-    std::array<int64_t, 11> sizes;
+    std::array<int64_t, 12> sizes;
     Layout layout;
   };
   thread_local Known known[MAX_ROWS + 1]{};
-  const std::array<int64_t, 11> sizes = {s.layer_count, s.hidden,     s.ffn,  s.heads,   s.kv_heads, s.head_dim,
-                                         s.act_bits,    s.int8_cache, s.ctas, s.cluster, s.in_flight};
+  const std::array<int64_t, 12> sizes = {s.layer_count, s.hidden,     s.ffn,  s.heads,   s.kv_heads,  s.head_dim,
+                                         s.act_bits,    s.int8_cache, s.ctas, s.cluster, s.in_flight, rows_of_item(s)};
   Known& of_rows = known[s.m];
   if (of_rows.sizes != sizes) of_rows = {sizes, weighed(s)};
   return of_rows.layout;
@@ -540,6 +547,10 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.tokens_log = log2_of(static_cast<int>(s->m)), args.cluster_log = log2_of(s->cluster);
   args.group = static_cast<int>(s->heads / s->kv_heads), args.key_heads_of_head = 1.f / static_cast<float>(args.group);
   args.head_words_log = log2_of(s->head_dim / 4);
+  const bool several = rows_of_item(*s) > 1;
+  args.item_rows_log = log2_of(rows_of_item(*s)), args.columns = columns_of(*s);
+  args.row_columns_log = several ? log2_of(args.group) : 30;
+  args.row_words_log = several ? args.row_columns_log + args.head_words_log : 30;
   Launch how{dim3(static_cast<unsigned>(s->ctas)), THREADS, args.at.total,
              static_cast<cudaStream_t>(stream),    true,    s->cluster};
   how.cooperative = true;

@@ -29,6 +29,9 @@ MOST_PAIRS, MOST_PAIRS_OF_EIGHT = 128, 96
 # Of eight rows of 16-bit activations, weights of a layer: of more the chain is faster beyond SHORT positions, and
 # sooner where heads have more than 128 dimensions.
 MOST_WEIGHTS, SHORT = 100 << 20, 4096
+# Rows of one text read its keys together where one or two query heads have a key head; where four have one, eight rows
+# do, and fewer from so many positions on (kernels/LOG.md).
+LONG = 2048
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
@@ -67,7 +70,7 @@ class StepStruct(ctypes.Structure):
         ("message_bytes", ctypes.c_size_t),
         *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks", "vocab")),
         *((name, _I) for name in ("head_dim", "rotary_half", "interleaved", "activation", "dtype", "act_bits")),
-        *((name, _I) for name in ("group_size", "real_zeros", "ctas", "cluster", "in_flight")),
+        *((name, _I) for name in ("one_text", "group_size", "real_zeros", "ctas", "cluster", "in_flight")),
         *((name, _I) for name in ("int8_cache", "attention_sub_norm")),
         *((name, _F) for name in ("eps", "scale", "embedding_scale")),
     )
@@ -137,7 +140,7 @@ def _heads_refusal(heads: Sequence[Heads]) -> str | None:
     return "several tables of angles" if len(tables) > 1 else None
 
 
-def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool) -> StepStruct:
+def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool, one_text: bool = False) -> StepStruct:
     """All but the pointers, of a model that :func:`refusal` has nothing against."""
     shape, weight = model.shape, model.layers[0].projections[0].weight
     assert isinstance(weight, PackedWeight)
@@ -151,7 +154,7 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
         activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
         act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
         ctas=sms // cluster * cluster, cluster=cluster, in_flight=CHUNKS_IN_FLIGHT[0], int8_cache=int8_cache,
-        attention_sub_norm=model.layers[0].norms.get("attention_sub_norm") is not None, eps=h.eps, scale=h.scale,
+        one_text=one_text, attention_sub_norm=_has_sub_norm(model), eps=h.eps, scale=h.scale,
         vocab=model.embedding.n if isinstance(model.embedding, PackedWeight) else model.embedding.shape[0],
         embedding_scale=shape.embedding_scale,
     )  # fmt: skip
@@ -164,15 +167,27 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
     return struct
 
 
+def _has_sub_norm(model: CudaModel) -> bool:
+    return model.layers[0].norms.get("attention_sub_norm") is not None
+
+
 def _message_bytes(struct: StepStruct) -> int:
     return library().trirun_cuda_step_messages(ctypes.byref(struct))
 
 
+def reads_keys_together(heads: Sequence[Heads], rows: int, position: int) -> bool:
+    """Whether so many rows of one text, from a position on, shall be a step of ``one_text``."""
+    group = heads[0].heads // heads[0].kv_heads if heads else 0
+    return group in (1, 2) or (group == 4 and (rows > 4 or position >= LONG))
+
+
 def rows_taken(
-    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], context: int, int8_cache: bool
-) -> tuple[tuple[int, ...], str | None]:
+    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], context: int, int8_cache: bool,
+    one_text: bool = False,
+) -> tuple[tuple[int, ...], str | None]:  # fmt: skip
     """Those of the numbers of rows whose step the kernel takes, over caches of ``context`` positions, and without any
-    the reason. Of deep down projections not all have room in a multiprocessor's shared memory, of the deepest none."""
+    the reason. Of deep down projections not all have room in a multiprocessor's shared memory, of the deepest none.
+    one_text: the rows are of one sequence, and some of them read its keys together."""
     reason = refusal(model, device.arch, heads) if rows else "it was not asked for"
     if reason is not None:
         return (), reason
@@ -181,15 +196,19 @@ def rows_taken(
     weights = hidden * (2 * (h.heads + h.kv_heads) * h.head_dim + 3 * model.shape.layers[0].feed_forward.size)
 
     def has_room(m: int) -> bool:
-        struct = _sizes(model, h, m, device.sms, int8_cache=int8_cache)
+        struct = _sizes(model, h, m, device.sms, int8_cache=int8_cache, one_text=one_text)
         return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
 
+    group = h.heads // h.kv_heads
+    shares = one_text and group in (1, 2, 4) and model.act_bits == 16 and not _has_sub_norm(model)
+
     def is_faster(m: int) -> bool:
+        pairs = m // (min(m, 8 // group) if shares else 1) * h.kv_heads
         if m < 8:
-            return m == 1 or m * h.kv_heads <= MOST_PAIRS
+            return m == 1 or pairs <= MOST_PAIRS
         large = model.act_bits == 16 and weights > MOST_WEIGHTS
         slower = large and (context > SHORT or h.head_dim > 128)
-        return m * h.kv_heads <= MOST_PAIRS_OF_EIGHT and not slower
+        return pairs <= MOST_PAIRS_OF_EIGHT and not slower
 
     taken = tuple(m for m in rows if is_faster(m) and has_room(m))
     return taken, None if taken else "a down projection too deep for shared memory"
@@ -203,13 +222,15 @@ class CudaStep:
         latest: int32 [slots], the token that each of them sampled last.
         rows: of :func:`rows_taken`.
         sms: multiprocessors of the device.
+        one_text: all rows of a call are of one slot, but for some at the end that are of none.
     """
 
     def __init__(
-        self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], latest: Tensor, rows: int, sms: int
-    ) -> None:
+        self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], latest: Tensor, rows: int, sms: int,
+        one_text: bool = False,
+    ) -> None:  # fmt: skip
         device, h, shape = model.device, heads[0], model.shape
-        self._struct = _sizes(model, h, rows, sms, int8_cache=caches[0].scales is not None)
+        self._struct = _sizes(model, h, rows, sms, int8_cache=caches[0].scales is not None, one_text=one_text)
         clusters, ffn = self._struct.ctas // self._struct.cluster, self._struct.ffn
         k_tiles = {"qkv": shape.hidden, "gate_up": shape.hidden, "o": h.heads * h.head_dim, "down": ffn}
         starts = divide(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import reference
+from trirun_kernels.decoder.cuda import Inputs
 from trirun_kernels.decoder.cuda_ops import PAGE, Cache, Heads
 from trirun_kernels.decoder.cuda_reference import append, int8_round_trip
 from trirun_kernels.decoder.cuda_weights import CudaModel
@@ -142,14 +143,16 @@ def errors_of(library, monkeypatch, weights, model, caches, logits, steps):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=None))
     texts, logits = zip(*logits, strict=True)
     latest, head, errors = torch.zeros(len(texts), dtype=torch.int32), reference.dense_matrix(weights.head), []
-    step = CudaStep(model, heads_of(model), caches, latest, len(steps[0]), CTAS)
-    for rows in steps:
-        tokens = torch.stack([texts[slot][position] for slot, position in rows]).to(torch.int32)
-        slots, positions = (torch.tensor(part, dtype=torch.int32) for part in zip(*rows, strict=True))
+    rows, one_text = 1 << (len(steps[0]) - 1).bit_length(), len({slot for slot, _ in steps[0]}) == 1 < len(steps[0])
+    step = CudaStep(model, heads_of(model), caches, latest, rows, CTAS, one_text)
+    for each in steps:
+        tokens = torch.stack([texts[slot][position] for slot, position in each]).to(torch.int32)
+        slots, positions = (torch.tensor(part, dtype=torch.int32) for part in zip(*each, strict=True))
         latest[slots[-1]], tokens[-1] = tokens[-1].clone(), -1  # as if the kernel before had sampled it
-        y = step(tokens, slots, positions)
+        padded = Inputs(tokens, slots, positions).padded(rows)
+        y = step(padded.tokens, padded.slots, padded.positions)[: len(each)]
         assert not any(codes)
-        expected = torch.stack([logits[slot][position] for slot, position in rows])
+        expected = torch.stack([logits[slot][position] for slot, position in each])
         errors += ((y.float() @ head.T - expected).norm(dim=1) / expected.norm(dim=1)).tolist()
     return errors
 
@@ -203,8 +206,7 @@ def test_behind_long_texts_ctas_attend_in_rounds_together_or_in_equal_parts(
     if slow is not None:
         monkeypatch.setenv("ON_HOST_SLOW_WARP", str(slow))
     weights = with_positions(random_model(**PLAIN | options), max(lengths) + 2 + PAGE)
-    texts = texts_of(lengths, 2)
-    model = CudaModel.of(weights, "cpu", torch.float16)
+    model, texts = CudaModel.of(weights, "cpu", torch.float16), texts_of(lengths, 2)
     logits, caches = filled(model, texts, weights, False)
     steps = [[(slot, length + more) for slot, length in enumerate(lengths)] for more in (0, 1)]
     known = list(zip(texts, logits, strict=True))
@@ -228,6 +230,7 @@ def test_a_warp_that_hardly_runs(library, monkeypatch, slow, rows):
     ("options", "int8", "lengths", "rows"),
     [
         ({"kv_heads": 2}, False, [70], [0, 0]),
+        ({}, False, [60], [0] * 7),
         ({"kv_heads": 2}, False, [100, 17], [0, 1, 1, 1]),
         ({**FOUR, "kv_heads": 2}, True, [131], [0] * 4),
         ({"heads": 6, "kv_heads": 1}, True, [0, 90], [0, 0, 1, 1]),
@@ -240,8 +243,7 @@ def test_a_warp_that_hardly_runs(library, monkeypatch, slow, rows):
 )
 def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows):
     weights = random_model(**PLAIN | options)
-    model = CudaModel.of(weights, "cpu", torch.float16)
-    texts = texts_of(lengths, 16)
+    model, texts = CudaModel.of(weights, "cpu", torch.float16), texts_of(lengths, 16)
     logits, caches = filled(model, texts, weights, int8, new=16)
     positions, steps = list(lengths), []
     for _ in range(2):
@@ -249,8 +251,7 @@ def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows
         for slot in rows:
             steps[-1].append((slot, positions[slot]))
             positions[slot] += 1
-    known = list(zip(texts, logits, strict=True))
-    errors = errors_of(library, monkeypatch, weights, model, caches, known, steps)
+    errors = errors_of(library, monkeypatch, weights, model, caches, list(zip(texts, logits, strict=True)), steps)
     limit = 2e-2 if int8 else 4e-3
     assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
 
@@ -260,8 +261,7 @@ def test_rows_of_one_sequence(library, monkeypatch, options, int8, lengths, rows
 def test_parts_of_a_step_before_are_not_taken_for_new_ones(library, monkeypatch, options):
     # A short text has fewer splits, so that parts lie where they were left some steps ago.
     weights = with_positions(random_model(**PLAIN | FOUR | {"kv_heads": 2} | options), 420 + PAGE)
-    model = CudaModel.of(weights, "cpu", torch.float16)
-    texts = texts_of((420, 40), 0)
+    model, texts = CudaModel.of(weights, "cpu", torch.float16), texts_of((420, 40), 0)
     logits, caches = filled(model, texts, weights, False, new=30)
     # The long text's next token, and up to four of the short one.
     slots = [slot for between in range(5) for slot in (0, *(1,) * between)]
