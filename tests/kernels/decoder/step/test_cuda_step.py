@@ -9,9 +9,10 @@ import torch
 from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_ops import Heads
 from trirun_kernels.decoder.cuda_reference import int8_round_trip
 from trirun_kernels.decoder.cuda_weights import CudaModel
-from trirun_kernels.decoder.step.cuda import refusal
+from trirun_kernels.decoder.step.cuda import reads_keys_together, refusal
 from trirun_kernels.decoder.step.division import divide
 
 from tests.kernels.decoder.cuda_support import BOTH, gpu
@@ -122,6 +123,23 @@ def test_padding_behind_pieces_of_prompts_is_of_no_slot():
         [5, 6, 7, 0], [1, 1, 1, -1], [9, 10, 11, 0]
     ]  # fmt: skip
     assert padded.slots.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "position", "together"),
+    [
+        (32, 32, 2, 0, True),
+        (8, 4, 8, 0, True),
+        (32, 8, 4, 2047, False),
+        (32, 8, 4, 2048, True),
+        (32, 8, 5, 0, True),
+        (12, 2, 8, 9000, False),
+    ],
+)
+def test_which_rows_of_one_text_read_its_keys_together(heads, kv_heads, rows, position, together):
+    of = Heads(heads, kv_heads, 64, 0.125, 1e-6, None, None)
+    assert reads_keys_together([of], rows, position) == together
+    assert not reads_keys_together([], rows, position)
 
 
 @gpu
