@@ -148,12 +148,12 @@ class CudaDecoder:
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
         # Steps of one token each come padded, as they were captured; pieces of prompts do not.
-        heads, alone = [*self._heads.values()], decode == 0 and len(segments) == 1
-        one_text = alone and reads_keys_together(heads, m, segments[0].position)
+        alone = decode == 0 and len(segments) == 1
+        one_text = alone and reads_keys_together(model, self._heads.values(), m, segments[0].position)
         taken = self._text_rows if one_text else self._piece_rows if segments else self.step_rows
         rows = min((rows for rows in taken if rows >= m), default=m) if segments else m
         if rows in taken and not splits:
-            y = self._one_kernel(inputs.padded(rows), heads, one_text and rows > 1)
+            y = self._one_kernel(inputs.padded(rows), one_text)
             return y[:m] if wanted is None else y[wanted]
         prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)
@@ -231,9 +231,10 @@ class CudaDecoder:
         logits, cap = self.model.head(y)[:, : shape.vocab], shape.logit_softcap
         return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _one_kernel(self, inputs: Inputs, heads: Sequence[ops.Heads], one_text: bool) -> Tensor:
+    def _one_kernel(self, inputs: Inputs, one_text: bool) -> Tensor:
         of = inputs.tokens.shape[0], one_text
         if of not in self._steps:
+            heads = list(self._heads.values())
             caches = [self.caches.attention[index] for index in self._heads]
             self._steps[of] = CudaStep(self.model, heads, caches, self.latest, of[0], self._device.sms, one_text)
         return self._steps[of](inputs.tokens, inputs.slots, inputs.positions)

@@ -144,8 +144,8 @@ struct CtaOf {
     ring = in_hand().ring;
     return in_hand().phase;
   }
-  // How many inputs of layers there were before this step, modulo TAG: in memory, kept, and what a layer's is tagged
-  // with.
+  // How many inputs of layers there were before this step, modulo TAG, as memory has it and as the CTA keeps it; what a
+  // layer's is tagged with.
   __device__ __forceinline__ uint32_t counted_before() const {
     return *reinterpret_cast<volatile uint32_t*>(a.counter) % TAG;
   }

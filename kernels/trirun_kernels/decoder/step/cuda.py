@@ -7,7 +7,7 @@ weights of all layers past every wait; CTAs hand their results to each other in 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ MOST_PAIRS, MOST_PAIRS_OF_EIGHT = 128, 96
 # sooner where heads have more than 128 dimensions.
 MOST_WEIGHTS, SHORT = 100 << 20, 4096
 # Rows of one text read its keys together where one or two query heads have a key head; where four have one, eight rows
-# do, and fewer from so many positions on (kernels/LOG.md).
-LONG = 2048
+# do, and fewer from so many positions on (kernels/LOG.md). As many rows as have so many query heads of a key head.
+LONG, MOST_COLUMNS = 2048, 8
 # Of 8 KiB a CTA. More of them make messages wait; where there is no room for four, one row has two.
 CHUNKS_IN_FLIGHT = (4, 2)
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
@@ -175,10 +175,19 @@ def _message_bytes(struct: StepStruct) -> int:
     return library().trirun_cuda_step_messages(ctypes.byref(struct))
 
 
-def reads_keys_together(heads: Sequence[Heads], rows: int, position: int) -> bool:
+def _rows_together(model: CudaModel, h: Heads, rows: int) -> int:
+    """Rows of one text that the kernel attends to together, of so many (``rows_of_item`` of csrc/cuda/step)."""
+    group = h.heads // h.kv_heads
+    shares = group in (1, 2, 4) and model.act_bits == 16 and not _has_sub_norm(model)
+    return min(rows, MOST_COLUMNS // group) if shares else 1
+
+
+def reads_keys_together(model: CudaModel, heads: Iterable[Heads], rows: int, position: int) -> bool:
     """Whether so many rows of one text, from a position on, shall be a step of ``one_text``."""
-    group = heads[0].heads // heads[0].kv_heads if heads else 0
-    return group in (1, 2) or (group == 4 and (rows > 4 or position >= LONG))
+    h = next(iter(heads), None)
+    if h is None or _rows_together(model, h, rows) == 1:
+        return False
+    return h.heads < 4 * h.kv_heads or rows > 4 or position >= LONG
 
 
 def rows_taken(
@@ -191,7 +200,6 @@ def rows_taken(
     reason = refusal(model, device.arch, heads) if rows else "it was not asked for"
     if reason is not None:
         return (), reason
-
     h, hidden = heads[0], model.shape.hidden
     weights = hidden * (2 * (h.heads + h.kv_heads) * h.head_dim + 3 * model.shape.layers[0].feed_forward.size)
 
@@ -199,15 +207,11 @@ def rows_taken(
         struct = _sizes(model, h, m, device.sms, int8_cache=int8_cache, one_text=one_text)
         return _message_bytes(struct) > 0 and (m == 1 or struct.in_flight == CHUNKS_IN_FLIGHT[0])
 
-    group = h.heads // h.kv_heads
-    shares = one_text and group in (1, 2, 4) and model.act_bits == 16 and not _has_sub_norm(model)
-
     def is_faster(m: int) -> bool:
-        pairs = m // (min(m, 8 // group) if shares else 1) * h.kv_heads
+        pairs = m // (_rows_together(model, h, m) if one_text else 1) * h.kv_heads
         if m < 8:
             return m == 1 or pairs <= MOST_PAIRS
-        large = model.act_bits == 16 and weights > MOST_WEIGHTS
-        slower = large and (context > SHORT or h.head_dim > 128)
+        slower = model.act_bits == 16 and weights > MOST_WEIGHTS and (context > SHORT or h.head_dim > 128)
         return pairs <= MOST_PAIRS_OF_EIGHT and not slower
 
     taken = tuple(m for m in rows if is_faster(m) and has_room(m))
@@ -220,8 +224,7 @@ class CudaStep:
     Args:
         model: one that :func:`refusal` has nothing against. heads, caches: of every layer.
         latest: int32 [slots], the token that each of them sampled last.
-        rows: of :func:`rows_taken`.
-        sms: multiprocessors of the device.
+        rows: of :func:`rows_taken`. sms: multiprocessors of the device.
         one_text: all rows of a call are of one slot, but for some at the end that are of none.
     """
 

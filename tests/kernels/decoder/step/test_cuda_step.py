@@ -134,12 +134,18 @@ def test_padding_behind_pieces_of_prompts_is_of_no_slot():
         (32, 8, 4, 2048, True),
         (32, 8, 5, 0, True),
         (12, 2, 8, 9000, False),
+        (32, 32, 1, 9000, False),
     ],
 )
 def test_which_rows_of_one_text_read_its_keys_together(heads, kv_heads, rows, position, together):
-    of = Heads(heads, kv_heads, 64, 0.125, 1e-6, None, None)
-    assert reads_keys_together([of], rows, position) == together
-    assert not reads_keys_together([], rows, position)
+    of, weights = [Heads(heads, kv_heads, 64, 0.125, 1e-6, None, None)], random_model(**PLAIN)
+    model = CudaModel.of(weights, "cpu", torch.float16)
+    assert reads_keys_together(model, of, rows, position) == together
+    assert not reads_keys_together(model, [], rows, position)
+    # Nor where a header of each row's output is wanted.
+    assert not reads_keys_together(CudaModel.of(weights, "cpu", torch.float16, act_bits=8), of, rows, position)
+    with_norm = CudaModel.of(random_model(**PLAIN | {"sub_norm": True}), "cpu", torch.float16)
+    assert not reads_keys_together(with_norm, of, rows, position)
 
 
 @gpu
